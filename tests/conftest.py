@@ -4,7 +4,6 @@ No test reaches the network.
 """
 
 import gc
-import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -45,26 +44,6 @@ def pytest_collection_finish() -> None:
     """Collections within tests look at what tests made, not at the millions of objects of all imported packages."""
     gc.freeze()
     gc.enable()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _few_prompts_are_encoded_before_a_run() -> Iterator[None]:
-    """The first hundred: encoding a thousand takes a fifth of a run of one step. The digest is that of all."""
-    from lit_async_rl.prompts.stream import MAX_CHECKED_AT_START, UsablePrompts
-
-    check = UsablePrompts.check
-
-    def checked(self: UsablePrompts, limit: int = MAX_CHECKED_AT_START) -> None:
-        encode, numbers = self._encode, itertools.count()
-        self._encode = lambda prompt: encode(prompt) if next(numbers) < 100 else ()
-        try:
-            check(self, limit)
-        finally:
-            self._encode = encode
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UsablePrompts, "check", checked)
-        yield
 
 
 @pytest.fixture(scope="session")

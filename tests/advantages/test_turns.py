@@ -168,6 +168,7 @@ class Worths(pl.Callback):
         self.most = max(self.most, *(len(set(row[mask].tolist())) for row, mask in zip(*values, strict=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", [GiGPO(), TurnReturns(standardize=True)])
 def test_a_gymnasium_style_environment_trains_with_advantages_turn_by_turn(advantage, tmp_path):
     model = asset("calculator_policy")

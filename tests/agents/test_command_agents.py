@@ -87,6 +87,7 @@ def play(agent, folder, num_samples, **settings):
         episodes.close()
 
 
+@pytest.mark.slow
 def test_an_unmodified_script_is_trained_as_it_is(tmp_path):
     samples, episodes = play(CommandAgent(script(tmp_path, OPENAI)), tmp_path, 2)
     assert len(samples) == 2

@@ -230,6 +230,7 @@ def calculator_data(**changes):
     return engine, make_data(**(settings | changes))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_server_dies_again_and_again(caplog):
     """Nothing is lost, and nothing is sampled twice."""
     engine, data = calculator_data(groups_per_step=2, group_size=2)

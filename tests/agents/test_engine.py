@@ -599,6 +599,7 @@ class Groups(pl.Callback):
         self.seen += trainer.datamodule.last_step_groups
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_branches_and_goes_on_without_dead_agents():
     class Dying(Branching):
         async def __call__(self, prompt, client):
@@ -617,6 +618,7 @@ def test_a_run_trains_on_branches_and_goes_on_without_dead_agents():
         assert oldest >= group.admitted_version
 
 
+@pytest.mark.slow
 def test_the_default_recipe_trains_on_branches_in_trees_fresh_and_resumed(tmp_path, monkeypatch):
     """Weights of whole rollouts and the optimal baseline, with all default callbacks and prefixes computed once."""
     monkeypatch.chdir(tmp_path)
@@ -653,6 +655,7 @@ def test_the_default_recipe_trains_on_branches_in_trees_fresh_and_resumed(tmp_pa
     assert max(shares) < 1, "computed as separate rows"
 
 
+@pytest.mark.slow
 def test_a_tape_of_branches_is_replayed_to_the_bit(tmp_path):
     recorded, replayed = make_module(model=MODEL), make_module(model=MODEL)
     fit(recorded, agent_data(Branching()), 3, [rl.RolloutTape(str(tmp_path))])
@@ -660,6 +663,7 @@ def test_a_tape_of_branches_is_replayed_to_the_bit(tmp_path):
     assert torch.equal(parameters(recorded), parameters(replayed))
 
 
+@pytest.mark.slow
 def test_the_calculator_agent_plays_through_messages_and_tools():
     engine = AgentEngine(
         EmbeddedEngine(num_slots=8), CalculatorAgent(), chat_template=TEMPLATE, parser=CalculatorParser()

@@ -114,6 +114,7 @@ def is_over(episodes, num_samples):
     return stats.num_episodes + stats.num_lost >= num_samples or episodes.given_up or episodes.errors
 
 
+@pytest.mark.slow
 def test_episodes_are_trained_as_those_of_the_same_agent_here(module, tmp_path):
     with playing(ProcessAgent(f"{module}.asks", processes=2), tmp_path, PROMPT, 4) as episodes:
         samples = episodes.results(4)
@@ -127,6 +128,7 @@ def test_episodes_are_trained_as_those_of_the_same_agent_here(module, tmp_path):
     wait_for(lambda: not any(map(psutil.pid_exists, pids)))
 
 
+@pytest.mark.slow
 def test_an_agent_gets_prompt_and_key_and_its_settings(module):
     found = run(ProcessAgent(f"{module}.tells"), PROMPT, PROMPT)
     assert [one.reward for one in found] == [4.0, 4.0]
@@ -136,6 +138,7 @@ def test_an_agent_gets_prompt_and_key_and_its_settings(module):
     assert run(ProcessAgent(made(0.25)), PROMPT)[0].reward == 0.25
 
 
+@pytest.mark.slow
 def test_an_agent_that_fails_is_named_and_harms_no_other(module):
     faults = {
         "error": r"KeyError: .*no \(the episode's key\)[\s\S]*agents_of_.*line \d+, in fails",
@@ -160,6 +163,7 @@ def test_of_a_process_that_an_agent_ends_each_episode_says_how(module):
         assert "agent fails: its process was ended by SIGKILL" in str(error)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_only_the_trainer_knows_is_refused(module, monkeypatch):
     kind = type("Local", (), {"__module__": "gone"})
     monkeypatch.setitem(sys.modules, "gone", SimpleNamespace(Local=kind))
@@ -167,6 +171,7 @@ def test_a_prompt_that_only_the_trainer_knows_is_refused(module, monkeypatch):
     assert "No module named 'gone'" in str(error)
 
 
+@pytest.mark.slow
 def test_a_process_outlives_the_thread_that_started_it_and_one_that_has_ended_fails_no_episode(module):
     """The thread of an event loop ends with a validation, and the next engine has another."""
     agent = ProcessAgent(f"{module}.says_its_process")
@@ -192,6 +197,7 @@ def test_a_process_outlives_the_thread_that_started_it_and_one_that_has_ended_fa
     in_a_thread(agent.aclose())
 
 
+@pytest.mark.slow
 def test_a_process_that_an_agent_blocks_is_replaced_and_the_agent_named(module, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(process, "ANSWER_TIMEOUT_S", 1.0)
     agent = ProcessAgent(f"{module}.blocks")
@@ -216,6 +222,7 @@ def test_a_process_that_an_agent_blocks_is_replaced_and_the_agent_named(module, 
         asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_in_the_middle_of_calls_says_nothing(module, tmp_path, caplog):
     with playing(ProcessAgent(f"{module}.asks"), tmp_path, PROMPT, 8) as episodes:
         episodes.pause()
@@ -223,6 +230,7 @@ def test_a_run_that_ends_in_the_middle_of_calls_says_nothing(module, tmp_path, c
     assert not [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+@pytest.mark.slow
 def test_an_episode_over_its_time_is_cancelled_there(module, tmp_path):
     with playing(ProcessAgent(f"{module}.waits"), tmp_path, PROMPT, 1, timeout_s=3.0) as episodes:
         wait_for(lambda: is_over(episodes, 1))

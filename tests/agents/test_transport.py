@@ -129,6 +129,7 @@ def test_what_a_client_that_went_has_asked_for_is_not_trained(tmp_path):
     assert episodes.engine.stats.num_orphans == 1
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_the_answers_to_a_process_that_was_killed(module, tmp_path):
     with episode_of(ProcessAgent(f"{module}.asks_once"), tmp_path, tries=2) as episodes:
         episodes.pause()

@@ -55,6 +55,7 @@ def kinds(trainer):
     return {type(callback).__name__ for callback in trainer.callbacks}
 
 
+@pytest.mark.slow
 def test_every_option_at_once_with_one_statement_of_each(tmp_path, capsys):
     own, chat = Own(), rl.Validation(prompts=ROWS[:4], batch_size=4)
     trainer = rl.fit(
@@ -175,6 +176,7 @@ def test_with_any_logger_metrics_and_samples_lie_in_one_folder_and_the_report_ha
     assert '"reward/mean":' in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "folder"),
     [

@@ -33,6 +33,7 @@ def test_never_leaves_its_range(bound, highest, minimum, smoothed, target):
     assert min(minimum, highest) <= following <= highest
 
 
+@pytest.mark.slow
 def test_finds_the_bound_that_the_target_allows_stays_there_and_follows_when_the_data_bears_more():
     data = Bounded(16)
     ages = {}
@@ -87,6 +88,7 @@ def test_a_resumed_run_gets_its_bound_back():
     assert data.max_staleness < 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["loop", "alarm"])
 def test_a_resumed_run_admits_under_its_bound_from_the_first_prompt_on(tmp_path, kind):
     class Watch(pl.Callback):

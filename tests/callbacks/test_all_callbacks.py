@@ -208,6 +208,7 @@ def test_they_commute_except_for_clipping_after_alignment(first):
             torch.testing.assert_close(one[0], other[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_all_together_work_and_each_has_its_say():
     for order in itertools.islice(itertools.permutations(CASES), 0, 120, 29):
         result, _, probe = train(*(case.active() for case in order))

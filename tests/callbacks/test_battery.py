@@ -16,6 +16,7 @@ def test_every_callback_of_the_package_is_public():
     assert all(getattr(callbacks, name) is kind for name, kind in discovered().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["policy", "trajectory"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_our_runs(situation, kind, tmp_path):

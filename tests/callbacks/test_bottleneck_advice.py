@@ -129,6 +129,7 @@ def test_fewer_passes_where_there_is_little_padding_and_more_where_there_is_much
     assert positions[4] < positions[2] < positions[1]  # positions that are computed for rollouts sorted by length
 
 
+@pytest.mark.slow
 def test_no_gradient_checkpointing(module):
     checkpointed = make_module(gradient_checkpointing=True)
     assert advised("trainer", make_data(), checkpointed).name == "model.gradient_checkpointing"
@@ -239,6 +240,7 @@ def test_the_rate_that_fits_counts_steps_between_publications(module):
     assert advice.fitting_rate(module, data, 1) == pytest.approx(4 / 9)
 
 
+@pytest.mark.slow
 def test_a_run_whose_rewards_are_all_equal_is_told_that_it_learns_nothing(capsys):
     data = make_data(engine=SimulatedEngine(Constant(0.001), num_slots=16), groups_per_step=1, reward=always(0.0))
     fit(make_module(), data, 20, callbacks=[RolloutMonitor(), BottleneckVerdict(every_n_steps=10)])
@@ -249,6 +251,7 @@ def test_a_run_whose_rewards_are_all_equal_is_told_that_it_learns_nothing(capsys
         assert "data.reward" in line
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_now_and_then_is_not(capsys):
     rewards = itertools.cycle([0.0] * 8 + [1.0])
     data = make_data(

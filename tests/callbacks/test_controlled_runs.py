@@ -36,6 +36,7 @@ def rollback_of(controller):
     return int(numbers[0]), int(numbers[2])
 
 
+@pytest.mark.slow
 def test_a_fall_is_seen_when_it_arrives_and_not_when_it_is_trained_on(whole):
     _, controller, *_ = whole
     came, _ = rollback_of(controller)

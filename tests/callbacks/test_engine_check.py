@@ -48,6 +48,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_with_the_right_weights_the_error_is_rounding_for_every_version(kind, caplog):
     module_settings, data_settings = SETTINGS[kind]
@@ -74,6 +75,7 @@ def test_one_tensor_scaled_by_a_hundredth_ends_the_run_before_its_first_step(nam
     assert torch.equal(parameters(module), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 3])
 def test_weights_that_go_wrong_during_the_run_are_noticed_when_their_first_tokens_come(lag, caplog):
     caplog.set_level(logging.WARNING)
@@ -118,6 +120,7 @@ def test_wrong_weights_show_in_one_token_of_each_completion():
         fit(make_module(), data, 2, callbacks=[EngineCheck(on_error="stop")])
 
 
+@pytest.mark.slow
 def test_it_changes_no_bit():
     found = []
     for callbacks in ([], [EngineCheck(every_n_updates=1)]):

@@ -58,6 +58,7 @@ def test_what_needs_no_signals_says_nothing(recwarn):
     assert not [one for one in recwarn if "signals" in str(one.message)]
 
 
+@pytest.mark.slow
 def test_a_ppo_style_module_with_ess_scaling_learns():
     metrics = runpy.run_path(str(EXAMPLES / "foreign_ppo_ess.py"))["main"](max_steps=600)
     assert metrics["reward"] > 0.5  # chance is an eighth
@@ -275,6 +276,7 @@ def steps_of_fresh_ppo(control, num_batches, seed=0):
     return seen
 
 
+@pytest.mark.slow
 def test_default_thresholds_cut_healthy_ppo_and_calibrated_ones_leave_it_alone():
     """`docs/lightning.md` says so."""
     seen = steps_of_fresh_ppo(GradientAlignmentControl(), num_batches=40)

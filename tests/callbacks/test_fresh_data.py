@@ -59,6 +59,7 @@ COMBINED = {"top_p": 0.9, "top_k": 9, "head": 3}
 TRUNCATED = [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling", "dtype"),
     [

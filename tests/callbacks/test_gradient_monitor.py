@@ -61,6 +61,7 @@ def cosines(tmp_path, **settings) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_logs_the_same_cosine_without_a_copy(tmp_path):
     exact, estimated = cosines(tmp_path), cosines(tmp_path, max_copied=0)
     assert len(exact) == 3

@@ -43,11 +43,13 @@ def test_what_is_not_finite_is_neither_logged_nor_kept(broken):
     assert split.update(1.0, broken**2, torch.tensor([1.0, 1.0, 9.0]).double()) == (2.0, math.sqrt(5))
 
 
+@pytest.mark.slow
 def test_stale_data_of_many_versions_in_micro_batches():
     seen = watched(in_flight=True).seen
     assert min(seen["fresh"], seen["stale"]) > 0
 
 
+@pytest.mark.slow
 def test_at_a_fixed_lag_the_engine_check_tells_the_discrepancy():
     run = watched(in_flight=False, schedule="fixed_lag")
     assert run.seen["replayed"] > 0

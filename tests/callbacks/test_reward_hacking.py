@@ -293,6 +293,7 @@ class Settled(pl.Callback):
             time.sleep(0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("check", "line"),
     [
@@ -331,6 +332,7 @@ def test_a_second_grader_in_trls_form_knows_the_answers_column(tmp_path):
     assert list(monitor.watch.state_dict()["compared"]) == [True] * 8
 
 
+@pytest.mark.slow
 def test_signs_go_on_after_a_resume(tmp_path):
     path = tmp_path / "last.ckpt"
     monitor = rl.RewardHackingMonitor(**QUICK)

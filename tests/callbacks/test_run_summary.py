@@ -32,6 +32,7 @@ class Terminate(pl.Callback):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_second_run_that_is_ended_has_its_own_time_steps_and_checkpoint(tmp_path):
     summary = RunSummary()
     trainer = fit(make_module(), make_data(), 3, [summary])

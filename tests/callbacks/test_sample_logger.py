@@ -110,6 +110,7 @@ def test_tokens_of_one_character_are_decoded_together():
     assert codec.token_texts([0xE2, 97]) == ["\ufffd", "a"]
 
 
+@pytest.mark.slow
 def test_verdicts_are_written_with_their_window(tmp_path):
     judge = BottleneckVerdict(every_n_steps=2)
     fit(make_module(), make_data(), 5, [judge], logger=CSVLog(tmp_path, "x", version="v"))

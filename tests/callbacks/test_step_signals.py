@@ -11,6 +11,7 @@ from lit_async_rl.stabilizers.signals import SignalCollector
 from lit_async_rl.types import RolloutBatch
 
 
+@pytest.mark.slow
 def test_the_mean_reward_is_that_of_the_completions_where_micro_batches_are_empty():
     seen = []
 

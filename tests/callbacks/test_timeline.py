@@ -82,6 +82,7 @@ def check_agreement(settings, folder, monkeypatch):
     assert idle == pytest.approx(span - sum(e["dur"] for e in busy), abs=len(busy) * 2)
 
 
+@pytest.mark.slow
 def test_what_a_step_consists_of(tmp_path):
     events, _ = run(tmp_path, max_steps=5, micro_batches_per_step=2)
     assert {e["name"] for e in events if e.get("cat") == "trainer"} == TRAINER
@@ -99,6 +100,7 @@ def test_what_a_step_consists_of(tmp_path):
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} >= {"trainer", "engine", "reward 0"}
 
 
+@pytest.mark.slow
 def test_an_engine_that_records_nothing_is_drawn_from_its_totals(tmp_path):
     engine = SimulatedEngine(Constant(0.01), num_slots=8, tokens_per_s=1000.0)
     events, _ = run(tmp_path, engine=engine)
@@ -150,6 +152,7 @@ def test_settings_are_checked(setting):
         Timeline(**{setting: 0.0})
 
 
+@pytest.mark.slow
 def test_of_two_timelines_one_writes(tmp_path):
     log = CSVLog(tmp_path, name="run")
     fit(make_module(), make_data(groups_per_step=8), 3, [Timeline(), Timeline()], logger=log)
@@ -183,6 +186,7 @@ def test_a_run_after_one_that_failed_has_spans_of_its_own_only(tmp_path):
     assert len(named(events, "publish")) == 3
 
 
+@pytest.mark.slow
 def test_an_engine_that_still_has_the_method_of_earlier_versions_is_drawn_from_its_totals(tmp_path):
     class Observed(SimulatedEngine):
         def observe(self, spans):

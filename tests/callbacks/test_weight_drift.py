@@ -46,6 +46,7 @@ def run(tmp_path, **settings):
     return rows, copies.found
 
 
+@pytest.mark.slow
 def test_distances_are_those_of_the_weights(tmp_path):
     rows, weights = run(tmp_path, num_entries=10**7)
     assert len(rows) == len(weights) == 8
@@ -65,6 +66,7 @@ def test_distances_are_those_of_the_weights(tmp_path):
     assert last["drift/half_lag"] == pytest.approx(lag, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_weights_is_close_and_older_versions_are_forgotten(tmp_path):
     rows, weights = run(tmp_path, num_entries=8_192, max_lag=1)
     assert weights[0].numel() > 10 * 8_192

@@ -149,6 +149,7 @@ def commands(kind: str) -> list:
     ]
 
 
+@pytest.mark.slow
 def test_shipped_configurations_that_have_changed_since_are_accepted(check):
     complaints = {}
     for parameters in commands("commands"):

@@ -96,6 +96,7 @@ def test_proximals_carry_no_gradient_and_agree_on_policy(proximal: Proximal) -> 
     torch.testing.assert_close(proximal_logprobs, logprobs)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**31))
 def test_without_bounds_every_way_of_decoupling_gives_the_same_gradient(seed: int) -> None:
     """(pi / pi_prox) x (pi_prox / mu) = pi / mu: unclipped and untruncated, the proximal policy cancels."""

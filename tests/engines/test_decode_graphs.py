@@ -48,6 +48,7 @@ def test_rows_are_rounded_up_to_few_numbers():
     assert num_rows(BLOCK_ROWS + 1, BLOCK_ROWS + 5) == BLOCK_ROWS + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [(tiny_llama, {}), (tiny_qwen3, {"top_p": 0.8, "min_p": 0.02}), (tiny_llama, {"temperature": 0.0})],
@@ -152,6 +153,7 @@ def test_what_cannot_be_recorded_is_refused(lm, words, tmp_path):
         engine.setup(save(lm(), tmp_path))
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_is_needed_and_says_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match=r"data.engine.own_process must be True with data.engine.cuda_graphs"):
         rl.EmbeddedEngine(cuda_graphs=True)

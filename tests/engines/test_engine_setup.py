@@ -25,6 +25,7 @@ def test_no_weights_are_read_from_disk(make, tmp_path):
     assert_exact(lm, requests, engine.run(requests))
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_start_in_time_is_an_error_that_names_the_setting(tmp_path, monkeypatch):
     monkeypatch.setattr(own_process, "PROGRAM", ["sh", "-c", "exec cat >/dev/null"])  # until it is told to end
     engine = EmbeddedEngine(device="cpu", own_process=True)

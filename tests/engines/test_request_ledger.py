@@ -33,6 +33,7 @@ def opened(num_samples: int = 2) -> tuple[RequestLedger, list[weakref.ref]]:
     return ledger, prompts
 
 
+@pytest.mark.slow
 def test_nothing_but_numbers_is_kept_of_requests_that_have_ended():
     """The last 16,384 were kept with prompts and tokens: 177 KiB each at 4,000 tokens."""
     ledger, prompts = opened()

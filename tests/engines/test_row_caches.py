@@ -30,6 +30,7 @@ def tiny(name, folder):
     return load(tiny_config(model_types()[name], vocab_size=64, eos_token_id=EOS), folder / "loaded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_that_come_and_go_are_sampled_from_the_models_distribution(name, tmp_path):
     lm = tiny(name, tmp_path)

@@ -63,6 +63,7 @@ def mixed_requests(**sampling) -> list[GenerationRequest]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 @pytest.mark.parametrize("num_slots", [12, 40])
 def test_completions_of_very_different_length_are_exact(make, num_slots, tmp_path):
@@ -84,6 +85,7 @@ def test_completions_of_very_different_length_are_exact(make, num_slots, tmp_pat
             assert listed[likely].all()
 
 
+@pytest.mark.slow
 def test_samples_depend_on_the_seed_alone():
     requests = mixed_requests()
     first, second = (EmbeddedEngine.from_module(tiny_llama(), num_slots=20, seed=5).run(requests) for _ in range(2))

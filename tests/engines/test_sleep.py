@@ -81,6 +81,7 @@ def test_groups_of_several_steps_are_sampled_before_it_sleeps():
     assert [event for event in engine.events if event != "sleep"][:4] == ["load 0", "submit", "load 1", "submit"]
 
 
+@pytest.mark.slow
 def test_weights_that_did_not_change_are_loaded_again_if_the_engine_has_dropped_them():
     engine = Drowsy(sleep_level=2)
     module = make_module()

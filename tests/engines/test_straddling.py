@@ -5,6 +5,7 @@ from replays import assert_replayed, own_engine, requests_of
 from tiny_models import tiny_gpt2, tiny_llama
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 def test_a_sample_that_starts_after_an_update_reads_its_prompt_with_the_new_weights(make, tmp_path):
     lms = {version: make(seed=version) for version in range(4)}

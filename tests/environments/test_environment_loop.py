@@ -102,6 +102,7 @@ def test_closing_one_engine_leaves_the_episodes_of_the_others_alone():
     assert threads() == []
 
 
+@pytest.mark.slow
 def test_background_tasks_of_an_environment_outlive_engines_and_are_ended_with_the_last():
     kept, ended = [], []
 

@@ -156,6 +156,7 @@ def test_nothing_is_kept_of_episodes_that_have_ended(lm):
     assert not engine.running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_training_sees_only_what_the_policy_wrote(max_staleness):
     data = calculator_data(max_staleness=max_staleness)

@@ -203,6 +203,7 @@ def test_an_episode_tried_again_has_the_random_numbers_of_its_sample():
     assert [[c.token_ids for c in row] for row in found[0]] == [[c.token_ids for c in row] for row in found[1]]
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_replaced_while_environments_work_is_not_blamed_on_them(caplog):
     """It breaks in the trainer's thread, while the other one polls; its episodes are cancelled, which is no failure."""
     working, is_open, quick = threading.Event(), threading.Event(), []
@@ -403,6 +404,7 @@ def test_failed_tries_of_a_reward_pause_ever_longer():
         Scorer(reward, backoff_s=-1.0)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_episodes_that_fail(tmp_path):
     """A checkpoint is saved while episodes wait for their next try: they begin again, and no group is trained twice."""
     seen: set[str] = set()

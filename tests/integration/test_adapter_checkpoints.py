@@ -96,6 +96,7 @@ def test_it_is_evaluated_exported_and_talked_to(run, tmp_path, capsys):
     chat.main(["--model", str(tmp_path / "out"), "--prompt", "31424210=", "--max_tokens", "9"])
 
 
+@pytest.mark.slow
 def test_another_base_is_refused_in_a_line(run, tmp_path):
     lm = AutoModelForCausalLM.from_pretrained(asset("sort_policy"))
     shutil.copytree(asset("sort_policy"), tmp_path / "other")

@@ -182,6 +182,7 @@ def test_a_mismatched_engine_trains() -> None:
     assert not torch.equal(before, parameters(module))
 
 
+@pytest.mark.slow
 def test_replayed_experts_take_the_mismatch_away(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {name: values for name, *values in router_replay.main(["--seeds", "0", "--num_tokens", "8"])}
     same, bfloat16 = rows["the same weights"], rows["engine in bfloat16"]

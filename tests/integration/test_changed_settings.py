@@ -22,6 +22,7 @@ def saved(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_weight_decay_and_betas_are_those_of_the_resumed_run(saved):
     found = []
     look = LambdaCallback(on_train_start=lambda trainer, _: found.append(trainer.optimizers[0].param_groups[0]))
@@ -78,6 +79,7 @@ def test_tokens_of_the_rollouts_in_a_checkpoint_are_counted(tmp_path):
     assert counts["first"] < counts["second"] == counts["whole"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_groups_of_an_optimizer_have_the_settings_that_they_were_given_fresh_and_resumed(tmp_path, num_groups):
     """Those of a single group were the optimizer's defaults; several keep the checkpoint's."""
@@ -135,6 +137,7 @@ class Counting(torch.optim.AdamW):
         return super().step(closure)
 
 
+@pytest.mark.slow
 def test_state_among_the_settings_of_another_librarys_optimizer_stays(tmp_path):
     path, found = tmp_path / "counting.ckpt", []
     save = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
@@ -165,6 +168,7 @@ def everything(prompt, completion):
 SAMPLING = SamplingParams(max_tokens=10, head=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [dict(reward=everything), dict(reward=partial(always, 1.0)), dict(sampling=SAMPLING)]
 )

@@ -126,6 +126,7 @@ def test_chat_prompts_train_and_resume_bit_for_bit(arguments, tmp_path, model):
     assert ended >= 4, "no stop string was ever sampled: the test says nothing"
 
 
+@pytest.mark.slow
 def test_the_tape_of_a_chat_run_replays_it_bit_for_bit(model, tmp_path):
     sampling = SamplingParams(max_tokens=24, stop=tuple(STOP))
     settings = dict(model=model, prompts=Questions(), sampling=sampling, micro_batches_per_step=2)

@@ -43,6 +43,7 @@ def test_sigterm_does_not_take_the_verdict_on_the_run(tmp_path, capsys):
     assert capsys.readouterr().out.count("whole run: ") == 1
 
 
+@pytest.mark.slow
 def test_the_summary_says_when_accuracy_is_not_that_of_the_end():
     def end(trainer, *_):
         if trainer.global_step == 5:
@@ -68,6 +69,7 @@ def test_the_last_step_of_a_run_that_stops_early_has_its_line(capsys):
     assert starts.index("step 2/9") < next(n for n, one in enumerate(starts) if one.startswith("whole run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_inner", [False, True])
 def test_an_engine_that_served_another_run_is_made_anew(is_inner, caplog):
     engine = EmbeddedEngine(seed=7)
@@ -142,6 +144,7 @@ def last_step(folder):
     return torch.load(folder / "version_0/checkpoints/last.ckpt", weights_only=True)["global_step"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_disk_is_free_again")
 def test_a_last_checkpoint_that_is_lost_is_an_error_that_says_what_is_there(tmp_path, capsys):
     with pytest.raises(rl.LastCheckpointError) as raised:
@@ -159,6 +162,7 @@ def test_a_last_checkpoint_that_is_lost_is_an_error_that_says_what_is_there(tmp_
     assert torch.load(tmp_path / "elsewhere.ckpt", weights_only=True)["global_step"] == 5, "nothing is lost"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_disk_is_free_again")
 def test_a_checkpoint_that_is_lost_in_mid_run_is_a_line(tmp_path, caplog, capsys):
     assert fit_with_checkpoints(tmp_path, FullDisk(2, 3)).global_step == 5
@@ -177,6 +181,7 @@ def test_a_stop_that_could_not_be_saved_is_an_error_and_names_no_checkpoint_that
     assert "resume with" not in said
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_status_1_if_the_last_checkpoint_is_lost(tmp_path, capsys):
     where = ["--trainer.logger.init_args.save_dir", str(tmp_path), "--trainer.max_steps", "1", "--num_threads", "1"]
     sizes = ["--data.groups_per_step", "2", "--data.group_size", "2", "--data.validation.prompts", "null"]
@@ -203,6 +208,7 @@ def test_what_fails_in_a_step_saves_no_half_of_it(tmp_path):
     assert last_step(tmp_path) == 2
 
 
+@pytest.mark.slow
 def test_too_little_room_for_checkpoints_is_said_at_the_start(tmp_path, caplog):
     with full_disk(50_000), pytest.raises(rl.LastCheckpointError):
         fit_with_checkpoints(tmp_path, steps=1)

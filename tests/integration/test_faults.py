@@ -94,6 +94,7 @@ class Terminate(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["in the first micro-batch", "while saving"])
 def test_whenever_sigterm_comes_the_run_saves_and_goes_on(where, tmp_path, caplog):
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3)
@@ -138,6 +139,7 @@ def test_a_run_ends_with_its_own_error_and_a_closed_engine_though_its_checkpoint
     assert data.engine.engine._closed
 
 
+@pytest.mark.slow
 def test_what_is_slow_is_said_before_it_is_cut_off(caplog):
     def slowly(prompt, completion):
         if not said(caplog, "is slow"):

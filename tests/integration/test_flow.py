@@ -152,6 +152,7 @@ def test_no_token_is_trained_on_beyond_the_bound(seed, bound, sync_steps, groups
     assert len(set(trained)) == 6 * groups
 
 
+@pytest.mark.slow
 def test_skipped_updates_count_no_version_and_still_free_slots():
     class Skip(pl.Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):

@@ -335,6 +335,7 @@ def test_a_stop_while_the_engine_starts_ends_the_run_at_once(number, tmp_path, m
     assert any("training had not begun; nothing is saved" in text for text in caplog.messages)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("_handlers_as_before")
 def test_a_stop_while_another_engine_starts_saves_the_run(tmp_path, monkeypatch):

@@ -61,6 +61,7 @@ def test_it_learns_within_the_bound_where_lightning_is_not_installed_and_ctrl_c_
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.2, rewards
 
 
+@pytest.mark.slow
 def test_it_ends_by_itself_and_leaves_no_thread():
     before = set(threading.enumerate())
     steps = runpy.run_path(str(LOOP))["main"](steps=2)

@@ -1,6 +1,7 @@
 """The parts beside the core: without any of them the quick start trains to the same parameters.
 
-That none of them imports another is import-linter's (`make layers`), so that one alone can be left out, too.
+That none of them imports another is import-linter's (`make layers`), so that each alone can be left out, too; a sweep
+tries it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 NEIGHBOURS = ("agents", "judges", "lab", "ray", "report", "sandbox", "simulation", "vllm")
-LEFT_OUT = {"with all": (), "with none": NEIGHBOURS}
 TRAIN = [
     *("train", "--config", str(ROOT / "configs/quickstart.yaml"), "--data.max_staleness", "0"),
     *("--trainer.max_steps", "2", "--data.groups_per_step", "4", "--data.group_size", "4"),
@@ -61,13 +61,21 @@ def digest(tree: Path) -> str:
     return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
 
 
-@pytest.mark.slow
-def test_a_run_needs_no_neighbour(tmp_path):
-    trees = {label: without(names, tmp_path / label) for label, names in LEFT_OUT.items()}
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        pytest.param([NEIGHBOURS], marks=pytest.mark.slow, id="all"),
+        pytest.param([(name,) for name in NEIGHBOURS], marks=pytest.mark.sweep, id="each"),
+    ],
+)
+def test_a_run_needs_no_neighbour(left_out, tmp_path):
+    trees = {names: without(names, tmp_path / "-".join(["without", *names])) for names in [(), *left_out]}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     command = [sys.executable, "-c", RUN_ALL, os.pathsep.join(map(str, trees.values())), *TRAIN]
-    subprocess.run(command, env=environment, check=True, timeout=170)
-    said = (trees["with none"] / "said").read_text()
-    assert "Traceback" not in said, said
-    assert digest(trees["with none"]) == digest(trees["with all"]), said
-    assert not any((trees["with none"] / "lit_async_rl" / name).exists() for name in NEIGHBOURS)
+    subprocess.run(command, env=environment, check=True, timeout=600)
+    for names in left_out:
+        said = (trees[names] / "said").read_text()
+        assert "Traceback" not in said, said
+        assert digest(trees[names]) == digest(trees[()]), said
+        assert not any((trees[names] / "lit_async_rl" / name).exists() for name in names)

@@ -12,6 +12,7 @@ def of(**changes):
     return next(chosen_runs(1)) | PLAIN | changes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "reward"), KINDS, ids=str)
 def test_rewards_of_a_resumed_run_are_those_of_its_settings(source, reward):
     assert try_run(of(source=source, reward=reward, change="value", filter="OverlongPenalty")).startswith("held")
@@ -22,6 +23,7 @@ def test_a_reward_that_another_setting_gave_would_be_found():
         try_run(of(source="reward", reward="closure", change="value", resume_rewards="keep"))
 
 
+@pytest.mark.slow
 def test_groups_that_were_sampled_again_for_nothing_would_be_found(monkeypatch):
     held = (n for n in range(2))  # a value that cannot be compared
     monkeypatch.setitem(REWARDS, "unknown", lambda value: lambda prompt, text: value + part_of(text) * bool(held))

@@ -92,6 +92,7 @@ def test_what_a_grid_has_finished_is_shown_in_pairs(own_folder: Path) -> None:
     assert "| [`gac.parquet`](results/gac.parquet) | 7 |" in page.BLOCKS["sources"]()
 
 
+@pytest.mark.slow
 def test_of_a_grid_that_is_not_finished_every_method_has_the_same_search_and_seeds(own_folder: Path) -> None:
     out = own_folder / "grid"
     for seed in (0, 1):

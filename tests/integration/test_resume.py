@@ -56,6 +56,7 @@ def test_a_resumed_fixed_lag_run_ends_bit_for_bit_where_the_unbroken_one_does(tm
     assert resumed.version == whole.version
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_saved_after_the_run_says_that_it_does_not_repeat_it(tmp_path, caplog):
     for schedule in ("fixed_lag", "free"):
         data = make_data(schedule=schedule, max_staleness=1, groups_per_step=2)
@@ -199,6 +200,7 @@ def test_the_checkpoint_of_another_model_is_refused_by_name():
         check_same_model({"a": torch.zeros(3)}, {"a": torch.zeros(3), "b": torch.zeros(2)})
 
 
+@pytest.mark.slow
 def test_settings_that_cannot_go_on_are_refused_and_others_sample_anew(tmp_path, caplog):
     fit(make_module(), make_data(groups_per_step=2, max_staleness=0), 1, [saving(tmp_path)], enable_checkpointing=True)
     path = str(tmp_path / "step=1.ckpt")

@@ -94,6 +94,7 @@ def with_swapped_tokens(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(is_new, tmp_path):
     main(flags(tmp_path, 3, "--data.weight_sync_steps", "2"))
@@ -224,6 +225,7 @@ def wandb_rows(records):
             yield {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 40, 32768 * 2])
 def test_a_wandb_log_that_ends_in_a_crash_is_read_up_to_there(cut, tmp_path):
     run = wandb.init(mode="offline", dir=tmp_path)

@@ -115,6 +115,7 @@ def files_of(functions: set[CodeType]) -> set[str]:
     return {str(Path(code.co_filename).relative_to(PACKAGE)) for code in functions}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_one_step_runs_through_the_files_that_are_named(max_staleness: int, profile: StepProfile) -> None:
     # prompts of the user's own, as in most runs: those of a shipped task would add its files

@@ -195,6 +195,7 @@ def test_wrong_names_are_named(tmp_path, monkeypatch):
         load_suite("odd")
 
 
+@pytest.mark.slow
 def test_trl_is_given_the_settings_of_the_synchronous_run():
     cell = Cell("quickstart", "quickstart_trl", 3)
     assert cell.arguments() == Cell("quickstart", "quickstart_plain_sync", 3).arguments()

@@ -320,6 +320,7 @@ def write_cell(out, cell):
     (folder / "result.json").write_text(json.dumps(result))
 
 
+@pytest.mark.slow
 def test_a_study_compares_each_side_at_its_best_with_seconds_that_are_measured_apart(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recipes, "RATES", (1.0, 0.5))
     monkeypatch.setattr("benchmarks.time_to_accuracy.statistics.NUM_RESAMPLED", 30)

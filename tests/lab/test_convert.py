@@ -99,6 +99,7 @@ def result(settings):
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_no_value_of_any_field_vanishes(asynchronous):
     """Each changes the result, has a line, or is refused by its name."""
@@ -136,6 +137,7 @@ def test_a_field_that_is_not_known_is_named_with_the_one_that_was_meant():
     assert any("top_entropy_quantile: 0.2 (there is no mask by entropy)" in line for line in notes(text))
 
 
+@pytest.mark.slow
 def test_the_pages_settings_and_classes_that_a_line_names_exist():
     """A line named recipes of docs/checkpoints.md that the page had lost."""
     texts = [

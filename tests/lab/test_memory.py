@@ -56,6 +56,7 @@ def allocated_at_most(shape):
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_what_is_counted_is_what_a_step_allocates(micro_batches, gradient_checkpointing):
@@ -80,6 +81,7 @@ def test_adapters_have_gradients_and_moments_and_the_rest_has_none():
     assert adapted.weights > whole.weights
 
 
+@pytest.mark.slow
 def test_settings_are_added_until_training_fits():
     needed = training_memory(CONFIG, SHAPE).peak
     (alone,) = ways_to_fit(CONFIG, SHAPE, capacity=2 * needed, trainer_devices=2, is_sharded=False)
@@ -94,6 +96,7 @@ def test_settings_are_added_until_training_fits():
     assert fits == sorted(fits, key=lambda fit: -fit.num_bytes)
 
 
+@pytest.mark.slow
 def test_sharding_divides_what_stays_between_micro_batches():
     whole, sharded = (
         ways_to_fit(CONFIG, SHAPE, capacity=10**12, trainer_devices=4, is_sharded=is_sharded)[0].num_bytes
@@ -122,6 +125,7 @@ data:
     return tmp_path / "run.yaml"
 
 
+@pytest.mark.slow
 def test_a_plan_for_one_device_says_what_to_change(configuration, capsys):
     plan.main([str(configuration), "--devices", "1", "--device", "rtx4090"])
     lines = capsys.readouterr().out.splitlines()
@@ -134,6 +138,7 @@ def test_a_plan_for_one_device_says_what_to_change(configuration, capsys):
     assert capsys.readouterr().out.rstrip().endswith("GB: it fits")
 
 
+@pytest.mark.slow
 def test_devices_that_are_divided_share_no_memory_with_an_engine(configuration, capsys):
     plan.main([str(configuration), "--devices", "4", "--device", "h100"])
     lines = capsys.readouterr().out.splitlines()
@@ -166,6 +171,7 @@ def gigabytes(configuration, capsys, *more):
     return {name: float(value) for name, value in found}
 
 
+@pytest.mark.slow
 def test_the_frozen_copy_of_a_penalty_counts(configuration, capsys):
     penalty = "kl_coefficient: 0.01, "
     plain = gigabytes(configuration, capsys)
@@ -177,6 +183,7 @@ def test_the_frozen_copy_of_a_penalty_counts(configuration, capsys):
     assert "a reference" not in adapters, "without its adapters the policy is the reference"
 
 
+@pytest.mark.slow
 def test_an_engine_within_another_is_counted_with_its_own_settings(configuration, capsys):
     text = configuration.read_text()
     inner = "{class_path: VLLMEngine, init_args: {gpu_memory_utilization: 0.25}}"

@@ -239,6 +239,7 @@ class Losses(pl.Callback):
             self.sum, self.kl, self.num_tokens = 0.0, 0.0, 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream_groups", [False, True])
 def test_loss_and_kl_to_the_reference_are_logged(stream_groups):
     losses = Losses()

@@ -103,6 +103,7 @@ def regression_data(**changes):
     return make_data(**(settings | changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_in_a_run_the_gradient_does_not_depend_on_micro_batches(micro_batches):
     modules = []
@@ -114,6 +115,7 @@ def test_in_a_run_the_gradient_does_not_depend_on_micro_batches(micro_batches):
     assert "ref_log_ratio" in modules[0].stabilizer_signals
 
 
+@pytest.mark.slow
 def test_a_reset_reference_is_the_policy_and_survives_a_resume(tmp_path):
     module = make_module(loss=TrajectoryBalance(0.1))
     trainer = fit(module, regression_data(), 3, [ReferenceReset(2)])
@@ -129,6 +131,7 @@ def test_a_reset_reference_is_the_policy_and_survives_a_resume(tmp_path):
         fit(make_module(), make_data(), 1, [ReferenceReset(2)])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:CollapseAlarm")
 @pytest.mark.parametrize("action", [RollBack(every_n_steps=1), RollBackToCheckpoint()], ids=lambda a: type(a).__name__)
 def test_a_rollback_restores_the_reference_of_the_weights_that_it_restores(action, tmp_path):

@@ -102,6 +102,7 @@ def test_a_continued_adapter_keeps_its_rank_and_trains(folders):
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_continued_is_refused_by_name(folders, tmp_path):
     with pytest.raises(
         SetupError, match=r"continue_adapter=true needs an adapter, but the folder of model\.model has none"

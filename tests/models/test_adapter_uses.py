@@ -55,6 +55,7 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(IDS).logits
 
 
+@pytest.mark.slow
 def test_chat_answers_as_the_merged_model(folders, capsys):
     answers = {}
     for model in (folders["adapter"], folders["merged"], BASE):

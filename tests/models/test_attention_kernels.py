@@ -123,6 +123,7 @@ def test_the_self_check_sees_what_both_sides_ignore(tmp_path):
         EmbeddedEngine.from_module(lm, self_check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_flex_on_cpu")
 def test_doges_flex_attention_which_drops_its_dynamic_mask_is_refused(tmp_path):
     lm = load(tiny_config(model_types()["doge"]), tmp_path)

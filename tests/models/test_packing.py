@@ -118,6 +118,7 @@ def test_packed_equals_padded(family, attention, row_tokens):
         torch.testing.assert_close(value, right, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=4)), max_size=4),
     row_tokens=st.sampled_from([0, 10, 100]),

@@ -67,6 +67,7 @@ def trained(model, data, steps, ckpt=None, save_to=None):
     return found
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_days_later_goes_on_with_its_prompts(model, later, tmp_path, caplog):
     path = str(tmp_path / "last.ckpt")
     before = trained(model, data_of(model), 2, save_to=path)

@@ -119,6 +119,7 @@ def test_the_engines_samples_are_the_same_with_and_without_check(tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_and_without_check():
     ends = []
     for self_check in (True, False):
@@ -146,6 +147,7 @@ def test_large_logits_of_a_sharp_model_are_no_reason_to_refuse(seed):
     EmbeddedEngine.from_module(lm)
 
 
+@pytest.mark.slow
 def test_validation_checks_a_model_once_and_not_where_the_check_is_off(monkeypatch):
     checked = []
     target = "lit_async_rl.engines.embedded.engine.check_decoding"

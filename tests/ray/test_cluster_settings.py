@@ -73,6 +73,7 @@ def test_only_a_cluster_imports_ray(process, tmp_path):
     assert done.said.splitlines()[-1] == "False"
 
 
+@pytest.mark.slow
 def test_a_configuration_with_replicas_trains_with_them_here(at_the_root, tmp_path):
     cluster = ["--cluster", "RayCluster", "--cluster.engines.replicas", "2", "--cluster.engines.max", "3"]
     cli = AsyncRLCLI([*QUICKSTART, *cluster, "--trainer.logger.save_dir", str(tmp_path)], starts_ranks=True)
@@ -159,6 +160,7 @@ rank.main()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_ends_when_the_other_end_of_its_stdin_is_gone(process, tmp_path):
     variables = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1", supervise.RESUME: ""}
     done = process.run([], tmp_path, environment=variables, code=ALONE)

@@ -72,6 +72,7 @@ def test_the_settings_of_a_run_from_python_are_a_configuration():
     assert given["environments"] == {"actors": 2, "resources": {"GPU": 1}}
 
 
+@pytest.mark.slow
 def test_a_configuration_with_a_pool_of_rewards_scores_with_it(at_the_root, tmp_path):
     flags = ["--cluster", "RayCluster", "--cluster.rewards.actors", "3", "--cluster.rewards.resources", "{CPU: 1}"]
     logs = ["--trainer.logger.save_dir", str(tmp_path)]
@@ -87,6 +88,7 @@ def test_a_configuration_with_a_pool_of_rewards_scores_with_it(at_the_root, tmp_
     assert cli.datamodule.held_out.success == plain.datamodule.held_out.success
 
 
+@pytest.mark.slow
 def test_a_configuration_with_a_pool_of_environments_plays_in_it(at_the_root, tmp_path):
     flags = ["--cluster", "RayCluster", "--cluster.environments.actors", "3", "--cluster.engines.replicas", "2"]
     words = ["--config", "configs/calculator.yaml", *flags, "--trainer.logger.save_dir", str(tmp_path)]

@@ -49,6 +49,7 @@ def test_the_recipe_of_an_engine_makes_the_same_again_with_other_random_numbers(
 MODEL = {"name": "m", "needs": {"num_cpus": 2.0}}
 
 
+@pytest.mark.slow
 def test_the_digest_of_an_engine_is_the_same_in_another_process_and_another_for_other_settings(process, tmp_path):
     pytest.importorskip("ray")
     from lit_async_rl.ray.ownership import digest_of

@@ -299,6 +299,7 @@ def test_with_log_lines_for_a_replica_that_stays_behind(stand_in, model, caplog,
 # -- requests that others continue ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_others_continue_what_a_late_replica_has_begun_and_each_token_keeps_its_version(stand_in, model, monkeypatch):
     monkeypatch.setattr(fleet, "BEHIND_S", 0.0)
     load, poll = EmbeddedEngine.load_weights, EmbeddedEngine.poll

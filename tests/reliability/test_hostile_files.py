@@ -49,6 +49,7 @@ def said_by_main(capsys, monkeypatch, *flags):
     return said
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_anywhere_in_a_checkpoint_is_noticed(checkpoint, tmp_path):
     content = checkpoint.read_bytes()
     path = tmp_path / "flipped.ckpt"

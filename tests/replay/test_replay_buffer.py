@@ -100,6 +100,7 @@ def test_a_restored_buffer_goes_on_as_the_original(history):
         assert copy.stats() == buffer.stats()
 
 
+@pytest.mark.slow
 @given(history=histories)
 @settings(max_examples=20, deadline=None)
 def test_a_restored_buffer_keeps_lower_limits_from_the_first_step(history):

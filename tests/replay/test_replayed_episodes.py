@@ -39,6 +39,7 @@ def trained(*callbacks, **changes):
     return held_out.seen
 
 
+@pytest.mark.slow
 def test_validation_of_a_replay_is_that_of_the_recorded_run(tmp_path):
     recorded = trained(RolloutTape(str(tmp_path)))
     assert len(recorded) == 2
@@ -46,6 +47,7 @@ def test_validation_of_a_replay_is_that_of_the_recorded_run(tmp_path):
     assert trained(tape=str(tmp_path)) == recorded
 
 
+@pytest.mark.slow
 def test_filters_that_drop_groups_may_stay_in_the_settings_of_a_replay(tmp_path):
     """They have dropped what they drop, and are not applied again; their refusal named the admission of another run."""
     recorded, replayed = make_module(), make_module()

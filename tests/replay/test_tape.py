@@ -56,6 +56,7 @@ def test_a_replay_is_bit_for_bit_the_recorded_run(recorded):
     assert watch.trained == trained
 
 
+@pytest.mark.slow
 def test_another_loss_sees_the_same_data_and_the_run_ends_with_the_tape(recorded, caplog):
     folder, expected, trained = recorded
     module, watch = make_module(loss=Reinforce()), Watch()
@@ -99,6 +100,7 @@ def test_a_tape_with_older_tokens_than_the_bound_is_replayed_and_the_first_step_
     assert said.endswith("its step 2 was trained on tokens 2 versions old, as this run will be")
 
 
+@pytest.mark.slow
 def test_a_resumed_replay_goes_on_at_its_step(recorded, tmp_path):
     folder, expected, _ = recorded
     fit(make_module(), replay(folder), 7, [saving(tmp_path)], enable_checkpointing=True)

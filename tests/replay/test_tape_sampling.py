@@ -54,6 +54,7 @@ def test_the_same_settings_go_on_from_a_filtered_copy_too(tape, tmp_path):
     assert abs(ratios[0] - 1) < 1e-3, "the first weights sampled these tokens, at this temperature"
 
 
+@pytest.mark.slow
 def test_a_later_step_with_other_settings_is_refused_where_it_is_read(tape, tmp_path):
     steps = list(Tape(tape).steps())
     writer = TapeWriter(tmp_path)

@@ -240,6 +240,7 @@ def test_theme_can_be_chosen(driver, report):
     assert luminance(color(driver, "--page")) > 0.8
 
 
+@pytest.mark.slow
 def test_the_live_page_follows_the_run(driver, tmp_path):
     run = make_run(tmp_path / "run" / "v0", steps=3)
     server = ReportServer(RunData(run), 0)

@@ -121,6 +121,7 @@ def test_trl_6357_an_end_token_that_also_pads_is_trained_on(tmp_path):
     assert ends == stopped > 0
 
 
+@pytest.mark.slow
 def test_trl_6313_partials_and_instances_are_rewards():
     def longer(prompt, completion, scale):
         return scale * len(completion)
@@ -238,6 +239,7 @@ def test_areal_1289_a_schedule_reaches_its_end_at_the_last_step():
     assert 0 < rates[-1] <= 1e-3 / 4 + 1e-9  # four steps of decay: the last one is not wasted at 0
 
 
+@pytest.mark.slow
 def test_areal_1273_gradients_do_not_depend_on_the_number_of_micro_batches():
     norms = {}
     for micro_batches in (1, 2, 4):
@@ -396,6 +398,7 @@ def test_skyrl_1928_cispo_has_the_published_bounds():
 # -- prime-rl ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_prime_3332_a_resumed_run_goes_on_in_the_prompts(tmp_path):
     """Theirs began again with the first prompt, and saved that position."""
     texts = [f"{n}=" for n in range(10, 90)]
@@ -450,6 +453,7 @@ def test_prime_3333_persistent_buffers_keep_what_was_saved(tmp_path):
         assert torch.equal(loaded[name], buffer), name
 
 
+@pytest.mark.slow
 def test_prime_3123_validation_that_was_due_at_the_step_of_a_checkpoint(tmp_path):
     """A run that is resumed at a step at which validation is due validates then, or did before it was saved."""
     reports = []
@@ -482,6 +486,7 @@ def test_prime_3123_validation_that_was_due_at_the_step_of_a_checkpoint(tmp_path
 # -- more of AReaL, slime, NeMo RL and SkyRL ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["free", "fixed_lag"])
 def test_areal_1345_a_resumed_run_admits_no_more_than_its_bound(schedule, tmp_path):
     """Theirs counted admitted groups from 0 and versions from the checkpoint: the bound grew by the version."""
@@ -601,6 +606,7 @@ def test_skyrl_2008_a_step_in_parts_is_the_step_as_a_whole():
     assert torch.allclose(weights[1], weights[2], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_skyrl_1929_validation_has_the_step_of_the_weights_that_it_measured(tmp_path, monkeypatch):
     """In `metrics.csv` the value of a validation stands at the step after which it ran."""
     scores = iter(range(1, 10_000))
@@ -639,6 +645,7 @@ def test_skyrl_1929_validation_has_the_step_of_the_weights_that_it_measured(tmp_
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["all_weights", "adapters"])
 def test_nemo_3605_a_checkpoint_right_after_a_validation_holds_the_trained_weights(lora, tmp_path):
     """Validation decodes merged weights in evaluation mode; neither reaches the file or the steps that follow."""
@@ -742,6 +749,7 @@ def test_prime_3247_a_random_beginning_needs_no_weights(tmp_path):
     assert len(watch.batches) == 1
 
 
+@pytest.mark.slow
 def test_openrlhf_1200_a_math_grader_works_in_threads():
     """Its library's limits are signals, which exist in main threads only."""
     with ThreadPoolExecutor(4) as pool:

@@ -157,6 +157,7 @@ def test_the_last_number_is_compared_with_numbers_in_any_notation(answer, right,
     assert (last_number(prompt, right), last_number(prompt, wrong)) == (1.0, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["Paris", "2 hours 30 minutes"])
 def test_the_last_number_names_a_reference_without_one(answer):
     with pytest.raises(ValueError, match=rf"last_number needs a number as the reference answer, got '{answer}'"):

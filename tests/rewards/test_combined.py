@@ -499,6 +499,7 @@ class Waits:
         return 1.0
 
 
+@pytest.mark.slow
 def test_hundreds_of_async_parts_are_under_way_with_two_workers():
     waits, limited = Waits(), Limited()
     reward = rl.CombinedReward({"waits": waits, "limited": limited, "plain": lambda prompt, completion: 0.5})

@@ -27,6 +27,7 @@ def rows_of(reward: str) -> list[tuple[str, str, bool]]:
     return [(row["answer"], row["completion"], row["right"]) for row in rows if row["reward"] == reward]
 
 
+@pytest.mark.slow
 def test_the_grades_of_math_verify_are_the_labels() -> None:
     grade = math_grader()
     rows = rows_of("MathVerify")

@@ -461,6 +461,7 @@ def test_samples_of_a_judge_have_a_limit_each_and_one_that_hangs_ends_the_call(a
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_planted_key_appears_nowhere_in_a_run_whose_groups_are_compared(judge, serve, tmp_path, monkeypatch, caplog):
     others = set(threading.enumerate())  # of earlier tests
     caplog.set_level(logging.DEBUG)

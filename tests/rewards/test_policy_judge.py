@@ -60,6 +60,7 @@ class Versions(rl.RolloutMonitor):
         self.groups.append((trainer.global_step, list(trainer.datamodule.last_step_groups)))
 
 
+@pytest.mark.slow
 def test_the_policy_judges_its_own_rollouts_with_its_newest_weights_and_is_not_trained_on_answers(model):
     JudgingEngine.judge = staticmethod(lambda mark, responses: f"VERDICT {mark}: {len(responses[0]) % 10}")
     seen = Versions()
@@ -84,6 +85,7 @@ def test_the_policy_judges_its_own_rollouts_with_its_newest_weights_and_is_not_t
     assert not [thread for thread in threading.enumerate() if thread.name in ("judge", "producer")]
 
 
+@pytest.mark.slow
 def test_answers_leave_the_counts_of_the_rollouts_as_they_are(model):
     """Slots and tokens of groups are what they are with any other reward."""
     found = []
@@ -105,6 +107,7 @@ def test_answers_leave_the_counts_of_the_rollouts_as_they_are(model):
     assert [sum(row[1:]) for row in judged] == [sum(row[1:]) for row in found]
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_while_it_judges_is_replaced_and_asked_again(model):
     JudgingEngine.num_failures = 1
     reward = policy_judge()
@@ -114,6 +117,7 @@ def test_an_engine_that_fails_while_it_judges_is_replaced_and_asked_again(model)
     assert reward.metrics()["judge/num_retries"] == 0, "the question is the same, and was asked once"
 
 
+@pytest.mark.slow
 def test_pairs_of_a_group_and_a_part_of_several_rewards_ask_the_policy(model):
     JudgingEngine.judge = staticmethod(
         lambda mark, responses: f"VERDICT {mark}: {'A' if responses[0] >= responses[1] else 'B'}"
@@ -126,6 +130,7 @@ def test_pairs_of_a_group_and_a_part_of_several_rewards_ask_the_policy(model):
     assert all(one.reward_parts["style"] == 0.7 for _, groups in seen.groups for g in groups for one in g.rollouts)
 
 
+@pytest.mark.slow
 def test_an_evaluation_asks_the_policy_too(model):
     """It shares engine and reward workers with the rollouts."""
     evaluation = rl.Evaluation(
@@ -180,6 +185,7 @@ def test_outside_of_a_fit_there_is_no_policy_to_ask(model):
     reward.close()
 
 
+@pytest.mark.slow
 def test_a_second_fit_asks_the_policy_of_that_fit(model):
     reward = policy_judge()
     run(model, reward, max_steps=1)
@@ -224,6 +230,7 @@ def test_a_model_on_an_engine_of_its_own_gives_the_verdict_that_it_ends_with(mod
     reward.close()
 
 
+@pytest.mark.slow
 def test_reasoning_that_the_chat_template_opens_must_end_before_a_verdict(model):
     template = Path(model) / "chat_template.jinja"
     template.write_text(template.read_text().replace("assistant\n", "assistant\n<think>\n"))

@@ -32,6 +32,7 @@ def bare_library(prompt, completion):
     return float(math_verify.verify(gold, math_verify.parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
+@pytest.mark.slow
 def test_every_kind_of_reference_is_graded_right_by_math_verify():
     answers = [case[0] for cases in KINDS.values() for case in cases]
     assert faults_of(MathVerify(timeout_s=30.0), answers) == {}

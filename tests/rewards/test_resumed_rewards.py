@@ -152,6 +152,7 @@ def short(prompt, completion):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_whose_code_was_edited_is_another_one(tmp_path, caplog, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -199,6 +200,7 @@ def test_the_same_settings_keep_their_groups(kind, tmp_path, caplog):
     assert "finished groups are kept" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_reward_that_cannot_be_compared_is_sampled_again_and_named(tmp_path, caplog):
     path = tmp_path / "last.ckpt"
 
@@ -219,6 +221,7 @@ def test_another_environment_with_cut_turns_is_another_one():
     assert engines[0].scoring_identity != engines[1].scoring_identity
 
 
+@pytest.mark.slow
 def test_another_threshold_of_success_measures_pass_rates_anew_and_keeps_the_groups(tmp_path, caplog):
     path = tmp_path / "last.ckpt"
     save = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
@@ -229,6 +232,7 @@ def test_another_threshold_of_success_measures_pass_rates_anew_and_keeps_the_gro
     assert "of the checkpoint are sampled again" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True], ids=["anew", "keep"])
 def test_other_texts_for_the_reward_count_as_another_reward(keep, tmp_path, caplog):
     path = tmp_path / "last.ckpt"

@@ -118,6 +118,7 @@ def test_math_verify_works_off_the_main_thread(math_verify):
     assert found == [1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("completion", [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{100000000!}", "$(x+1)^{1000000}$"])
 def test_what_would_calculate_for_ever_is_worth_nothing(completion):
     reward = MathVerify(timeout_s=0.5)
@@ -143,6 +144,7 @@ def test_a_missing_library_is_named(monkeypatch):
         MathVerify()
 
 
+@pytest.mark.slow
 def test_what_a_number_match_compares_is_named():
     prompt = Prompt(text="1+2=", answer="3")
     assert functions._explain_last_number(prompt, "1 and then 3") == ("3", "the last number")

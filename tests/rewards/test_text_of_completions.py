@@ -97,6 +97,7 @@ def test_end_tokens_can_be_chosen(tmp_path: Path) -> None:
     assert sampling_arguments(request, eos_token_ids(lm))["stop_token_ids"] == [0]
 
 
+@pytest.mark.slow
 def test_training_and_validation_score_the_same_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

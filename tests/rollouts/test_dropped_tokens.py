@@ -51,6 +51,7 @@ def test_masked_tokens_count_as_dropped_by_the_filter_that_masks_them():
     assert intake.trained_tokens == 12
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_costs_its_groups():
     calls = iter(range(10**6))
 

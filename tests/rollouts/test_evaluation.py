@@ -100,6 +100,7 @@ def engines():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", engines(), ids=["embedded", "simulated", "simulated-barrier"])
 def test_both_sides_go_on_with_any_engine(make):
     engine = make()
@@ -183,6 +184,7 @@ def test_each_may_block_as_long_as_it_says():
     assert min(waited) >= 0.09
 
 
+@pytest.mark.slow
 def test_the_interval_is_counted_from_the_beginning_of_the_last_one(tmp_path):
     evaluation = Evaluation(held_out(2), every_n_steps=3, max_block_s=30.0)
     evaluation.load_state_dict({"next_step": -10})  # long overdue

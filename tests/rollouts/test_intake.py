@@ -37,6 +37,7 @@ def test_every_fate_is_added_up_with_the_difficulty_that_was_known_before():
     assert not intake._num_lost
 
 
+@pytest.mark.slow
 def test_the_monitor_logs_what_was_lost_and_warns_of_a_bias():
     logged = {}
 

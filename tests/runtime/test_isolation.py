@@ -126,6 +126,7 @@ os._exit(0)
     wait_for_the_end_of(*pids)
 
 
+@pytest.mark.slow
 def test_a_child_is_gone_with_its_function_and_ctrl_c_is_not_for_it():
     function = IsolatedFunction(WORKER, 5.0)
     pid = function("pid", 0)

@@ -511,6 +511,7 @@ def test_less_than_a_namespace_must_be_allowed():
     made.close()
 
 
+@pytest.mark.slow
 def test_identity_has_the_settings():
     def identity(**settings):
         made = rl.CodeReward(**{**LIMIT, **settings})
@@ -544,6 +545,7 @@ def test_threads_of_the_scorer_share_it(reward):
     assert found == [float(n % 3 > 0) for n in range(36)]
 
 
+@pytest.mark.slow
 def test_time_of_a_completion_is_limited():
     made = rl.CodeReward(**(LIMIT | {"limits": rl.SandboxLimits(wall_s=0.3)}), timeout_s=0.5, partial_credit=True)
     given = prompt(inputs=["1"] * 50, outputs=["1"] * 50)

@@ -505,6 +505,7 @@ def test_a_module_that_the_sandbox_does_not_have_is_named(plain, caplog):
     assert "No module named 'no_such_module'): CodeReward.python_path" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_refuses_or_leaves_out_prompts_whose_tests_test_nothing(tmp_path, caplog):
     rows = tmp_path / "rows.jsonl"
     records = [{"prompt": "1", "test_list": ["assert f(2) == 4"]}, {"prompt": "2", "test": "METADATA = {}"}]

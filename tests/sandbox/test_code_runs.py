@@ -31,6 +31,7 @@ def logged(folder):
     return {name: [float(row[name]) for row in rows if row.get(name)] for name in rows[-1]}
 
 
+@pytest.mark.slow
 def test_a_run_with_two_rewards(tmp_path):
     code = rl.CodeReward(**PRINTED, limits=LIMITS, allow_unsandboxed=not levels())
     reward = rl.CombinedReward({"code": code, "short": lambda prompt, completion: float(len(completion) < 4)})

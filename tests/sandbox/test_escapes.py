@@ -556,6 +556,7 @@ def processes_of(session_leader: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", IS_THERE)
 def test_a_killed_trainer_leaves_nothing_behind(level, tmp_path):
     script = tmp_path / "trainer.py"

@@ -355,6 +355,7 @@ def test_prompts_with_weak_tests_are_refused():
     first.close()
 
 
+@pytest.mark.slow
 def test_prompts_with_weak_tests_are_counted_once(tmp_path, caplog):
     rows = tmp_path / "rows.jsonl"
     tests = [["assert f(2) == 4"], [WEAK], ["assert f(2) == 4", WEAK]]

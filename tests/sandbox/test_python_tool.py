@@ -170,6 +170,7 @@ def test_a_turn_that_was_cut_runs_nothing():
     assert asyncio.run(play()) == rl.Observation(done=True)
 
 
+@pytest.mark.slow
 def test_many_episodes_at_a_time():
     async def play():
         tool = rl.PythonTool(**LIMIT)

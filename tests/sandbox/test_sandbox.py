@@ -120,6 +120,7 @@ def test_a_warden_that_was_killed_is_replaced(sandbox):
     assert answers[0].stdout == "3\n"  # by another one
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("level", ALL)
 @pytest.mark.parametrize("ending", ["closed", "dropped"])
@@ -297,6 +298,7 @@ def test_without_known_numbers_there_is_no_filter(monkeypatch):
     assert kernel.seccomp_filter(False) is None
 
 
+@pytest.mark.slow
 def test_an_error_names_the_level(monkeypatch):
     with make(ALL[0]) as made:
         made.close()

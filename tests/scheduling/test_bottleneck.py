@@ -87,6 +87,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(bottleneck_verdict, "MIN_STEPS_FOR_VERDICT", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(
     ("latency_s", "changes", "side", "setting"),
@@ -126,6 +127,7 @@ def test_finished_rollouts_that_pile_up_mean_that_the_bound_can_be_lower(capsys)
     assert judge.verdict.fresher.suggested < 6
 
 
+@pytest.mark.slow
 def test_no_side_is_named_before_twenty_steps_after_the_first(capsys, tmp_path):
     """Time shares are printed and written all the while."""
     for steps in (1, 20, 21):

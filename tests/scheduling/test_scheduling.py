@@ -145,6 +145,7 @@ class AbortCounter(EmbeddedEngine):
         super().abort(request_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0, 2])
 def test_the_first_finished_are_trained_on_and_the_rest_are_aborted(bound):
     watch, engine = Watch(), AbortCounter(num_slots=5)
@@ -157,6 +158,7 @@ def test_the_first_finished_are_trained_on_and_the_rest_are_aborted(bound):
         assert watch.stats.num_lost == 16
 
 
+@pytest.mark.slow
 def test_a_run_with_a_ring_trains_within_the_bound():
     watch = Watch()
     data = make_data(max_staleness=1, groups_per_step=2, admission=Ring(num_sampling=8, capacity=3))
@@ -190,6 +192,7 @@ def test_each_completion_is_scored_as_soon_as_it_is_there():
     fit(make_module(), data, 1)
 
 
+@pytest.mark.slow
 def test_replicated_prompts_give_each_completion_a_request_of_its_own():
     requests, watch = [], Watch()
 
@@ -207,6 +210,7 @@ def test_replicated_prompts_give_each_completion_a_request_of_its_own():
     assert left <= {request.id for request in requests[-32:]}, "none is left behind"
 
 
+@pytest.mark.slow
 def test_a_group_that_was_lost_while_it_was_scored_is_not_missed():
     def reward(prompt, completion):
         time.sleep(0.002)

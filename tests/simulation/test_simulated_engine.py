@@ -86,6 +86,7 @@ def balanced(bound, latency=Constant, **changes):
     return SimulatedRun(latency=latency(settings["train_s"] / 4), max_staleness=bound, **settings)
 
 
+@pytest.mark.slow
 def test_overlap_is_nothing_without_staleness_and_nearly_all_with_one_version():
     assert balanced(0, warmup_steps=2).measure().overlap_efficiency < 0.1
     found = (balanced(1, train_s=s, warmup_steps=2).measure().overlap_efficiency > 0.85 for s in STEP_SECONDS)

@@ -39,6 +39,7 @@ class NaNs(pl.Callback):
         self.seen.append((parameters(pl_module).clone(), torch.cat([m.flatten() for m in moments]), pl_module.version))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", [SkipNonFinite, GradientClipping])
 def test_a_gradient_with_nan_changes_neither_weights_nor_moments_nor_version(guard, caplog):
     nans = NaNs({2, 3})
@@ -62,6 +63,7 @@ class NumSkipped(pl.Callback):
         self.seen.append(None if number is None else float(number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "expected"), [({2, 3}, [None, None, 1, 2, 2]), (set(), [None] * 2)])
 def test_the_number_of_dropped_updates_is_logged_once_there_is_one(steps, expected):
     noted = NumSkipped()
@@ -69,6 +71,7 @@ def test_the_number_of_dropped_updates_is_logged_once_there_is_one(steps, expect
     assert noted.seen[: len(expected)] == expected
 
 
+@pytest.mark.slow
 def test_too_many_nans_in_a_row_end_the_run_with_a_checkpoint(tmp_path, caplog):
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
     guards = [NaNs(range(2, 99)), SkipNonFinite(max_in_a_row=2), keep, SaveOnFailure()]
@@ -115,6 +118,7 @@ def logged_by(module):
     return seen
 
 
+@pytest.mark.slow
 def test_clipping_beside_the_default_callbacks_logs_no_norm_of_what_they_have_dropped():
     """It saw a gradient of norm 0 in such a step."""
     clipping, module = GradientClipping(), make_module()
@@ -141,6 +145,7 @@ def test_after_a_fit_whose_last_update_was_dropped_gradients_are_clipped():
 EARLIER = [SkipNonFinite, GradientAlignmentControl, GradientClipping]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", [SkipNonFinite, GradientClipping])
 def test_a_limit_holds_for_what_gradient_alignment_control_has_dropped(guard):
     guards = [NaNs(range(2, 99)), GradientAlignmentControl(), guard(max_in_a_row=1)]
@@ -148,6 +153,7 @@ def test_a_limit_holds_for_what_gradient_alignment_control_has_dropped(guard):
         fit(make_module(), make_data(groups_per_step=2), 9, guards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", [(SkipNonFinite, GradientClipping), (GradientClipping, SkipNonFinite)])
 def test_the_limit_of_the_first_guard_holds_alone(guards):
     """A limit that is switched off is not that of the other one."""
@@ -187,6 +193,7 @@ def scaled(scale):
     return dict(plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))])
 
 
+@pytest.mark.slow
 def test_a_step_that_the_loss_scaler_skips_is_no_new_version():
     nans = NaNs({2, 3})
     fit(make_module(), make_data(groups_per_step=2), 6, [nans, SkipNonFinite()], **scaled(8.0))
@@ -195,6 +202,7 @@ def test_a_step_that_the_loss_scaler_skips_is_no_new_version():
     assert not torch.equal(nans.seen[3][0], nans.seen[4][0])
 
 
+@pytest.mark.slow
 def test_nans_that_no_loss_scale_explains_end_the_run():
     guards = [NaNs(range(2, 99)), SkipNonFinite(max_in_a_row=2)]
     with pytest.raises(NonFiniteError, match=r"3 updates in a row .* SkipNonFinite\.max_in_a_row=2"):

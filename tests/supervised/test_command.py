@@ -46,6 +46,7 @@ def test_a_callback_works_beside_fine_tuning_or_says_what_it_needs(name, tmp_pat
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_command_trains_says_its_configuration_and_resumes(tmp_path, monkeypatch, capsys):
     """Two epochs of five rows, in steps of two; the same as from Python, and as a run that was resumed."""
     monkeypatch.chdir(tmp_path)
@@ -104,6 +105,7 @@ def test_the_command_trains_says_its_configuration_and_resumes(tmp_path, monkeyp
     assert parameters(python.lightning_module).equal(parameters(first))
 
 
+@pytest.mark.slow
 def test_the_shipped_configurations_are_of_this_command(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     flags = ["--data.records.init_args.prompts.init_args.size", "4", "--data.samples_per_step", "2"]

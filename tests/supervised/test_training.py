@@ -169,6 +169,7 @@ def test_rows_that_are_too_long_are_refused_cut_or_dropped_and_counted(caplog):
         make_data(records=RECORDS[1:2], max_tokens=12, too_long="drop").read_records()
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_within_an_epoch_and_within_a_step(tmp_path):
     settings = dict(records=[SortDigits(3, size=7), SortDigits(6, size=12)], weights=[1, 2], micro_batches_per_step=2)
     rate = dict(scheduler=rl.Cosine(), packing=PrefixTreePacking())

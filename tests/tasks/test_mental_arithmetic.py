@@ -35,6 +35,7 @@ def test_worked_answers_restate_the_problem():
         assert worked[n].answer == f"{problem} = {plain[n].answer}"
 
 
+@pytest.mark.slow
 def test_numbers_are_held_out_in_both_orders():
     train, held_out = questions("train"), questions("held_out")
     assert not train.keys() & held_out.keys()

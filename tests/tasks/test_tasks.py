@@ -170,6 +170,7 @@ def policy():
     return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_the_tokenizer_gives_every_printable_character_back(policy):
     tokenizer = policy[1]
     text = "".join(map(chr, range(32, 127))) + "\n"

@@ -108,6 +108,7 @@ def save_for_ever(folder: Path) -> None:
         io.link_checkpoint(str(folder / f"{step}.ckpt"), str(folder / "last.ckpt"))
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_the_last_one_loadable(tmp_path):
     chance = random.Random(0)
     for number in range(8):

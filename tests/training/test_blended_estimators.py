@@ -208,6 +208,7 @@ def whole(tmp_path_factory):
     return folder, *blended(others=[saver])
 
 
+@pytest.mark.slow
 def test_a_run_uses_both_and_goes_on_bit_for_bit_from_its_middle(whole):
     folder, callback, shares, module = whole
     assert shares[0] == 0
@@ -218,6 +219,7 @@ def test_a_run_uses_both_and_goes_on_bit_for_bit_from_its_middle(whole):
     assert torch.equal(parameters(again), parameters(module))
 
 
+@pytest.mark.slow
 def test_two_micro_batches_are_one(whole):
     _, _, shares, module = whole
     _, found, again = blended(micro_batches_per_step=2)

@@ -66,6 +66,7 @@ def slow_disk(monkeypatch):
     monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("io", [BackgroundCheckpointIO, AtomicCheckpointIO])
 def test_every_checkpoint_is_there_when_loggers_hear_of_it(io, tmp_path, slow_disk):
     logger = Recorder()
@@ -77,6 +78,7 @@ def test_every_checkpoint_is_there_when_loggers_hear_of_it(io, tmp_path, slow_di
         assert threading.main_thread() not in logger.threads, "training did not wait"
 
 
+@pytest.mark.slow
 def test_lightnings_own_callback_is_told_of_in_the_same_way(tmp_path, slow_disk):
     logger = Recorder()
     trained(tmp_path, ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=1), logger)
@@ -94,6 +96,7 @@ def test_after_a_failure_they_have_heard_of_all_that_was_saved_before(tmp_path, 
     assert logger.heard == [("step=2.ckpt", 2), "failed"]
 
 
+@pytest.mark.slow
 def test_they_do_not_hear_of_a_checkpoint_that_was_not_written(tmp_path):
     class Full(pl.Callback):
         """From the second step to the fourth, whose checkpoint is the first that can be written."""
@@ -122,6 +125,7 @@ class Broken(Recorder):
         raise ConnectionError("no way to end")
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_takes_neither_run_nor_checkpoint_along(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer = trained(tmp_path, linked(tmp_path, save_last="link"), Broken(), steps=3)

@@ -209,6 +209,7 @@ def test_each_source_has_its_teacher(models, settings):
     assert float(gradient((student, teachers), empty, **settings)[0]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_with_a_teacher_for_each_source():
     def prompts(names):
         return [{"prompt": f"{number}=", "kind": names[number % len(names)]} for number in range(32)]
@@ -350,6 +351,7 @@ def run(steps, ckpt_path=None, keep=None, curve=None, **settings):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"divergence": "forward_kl", "top_k": 4}, {"gradient": "sampled"}], ids=str)
 def test_a_student_learns_from_a_teacher_with_stale_states_and_one_completion_a_prompt(settings):
     curve = Curve()
