@@ -30,7 +30,7 @@ test: $(VENV)/installed  ## the tests, on the CPU
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not sweep and not ray"
 
 # Types and shapes are checked in `make test`, through which the same code passes: here that is a tenth of the time.
-test-slow: $(VENV)/installed  ## tests of several processes, of kills, and of every documented command: as long again
+test-slow: $(VENV)/installed  ## longer runs, several processes, kills, and every documented command
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "slow and not sweep and not ray" --jaxtyping-packages=
 
 test-sweep: $(VENV)/installed  ## all model types and other tables whole: before a release, and when transformers changes
@@ -39,7 +39,7 @@ test-sweep: $(VENV)/installed  ## all model types and other tables whole: before
 # What is summed in another order differs in the last digits: a tolerance must not be that of one processor.
 test-arithmetic: $(VENV)/installed  ## numerical tests with the instructions of an old processor, and two threads
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 $(BIN)/python -m pytest -n 1 \
-	    -m "not slow and not sweep and not ray" --jaxtyping-packages= tests/losses/test_losses.py tests/corrections tests/stabilizers \
+	    -m "not sweep and not ray" --jaxtyping-packages= tests/losses/test_losses.py tests/corrections tests/stabilizers \
 	    tests/callbacks/test_weight_drift.py tests/callbacks/test_metric_values.py
 
 test-ray: $(VENV)/installed  ## engines and trainer ranks on Ray; in one process, so that it starts once

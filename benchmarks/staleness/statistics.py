@@ -189,9 +189,8 @@ class EarlySign:
         share = f"all {self.fallen}" if self.warned == self.fallen else f"{self.warned} of them"
         return (
             f"{self.fallen} runs on stale data lost half of their accuracy; in {share}, `importance/ess_ratio` had "
-            f"fallen below one half before, by a median of {self.lead:.0f} steps. `importance/ess_ratio` also "
-            f"fell below one half in {self.warned_others} of the {self.others} runs that did not lose half of their "
-            "accuracy."
+            f"fallen below one half a median of {self.lead:.0f} steps earlier. `importance/ess_ratio` also fell below "
+            f"one half in {self.warned_others} of the {self.others} runs that kept more than half of their accuracy."
         )
 
 

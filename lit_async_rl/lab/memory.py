@@ -167,7 +167,7 @@ def training_memory(config: PreTrainedConfig, shape: StepShape) -> TrainingMemor
         except Exception as error:  # of any kind: it is the model's own code that runs
             raise UnsupportedModelError(
                 f"activations of the model type {config.model_type!r} cannot be counted, because its code does not run "
-                "on meta tensors"
+                "on fake tensors"
             ) from error
     gradients = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     return TrainingMemory(weights=weights, gradients=gradients, moments=moments, peak=live.peak)

@@ -398,7 +398,8 @@ class _OpenSourceTeachers(OpenTeacher):
         """Each teacher that has rows, their numbers, and the batch of them; collective ones with a row that is none."""
         if batch.source is None:
             raise SetupError(
-                "the batch does not name the sources of its prompts: add the callback WeightSync, which requests them"
+                "the batch does not name the sources of its prompts. The callback WeightSync requests these: add "
+                "WeightSync if it is missing"
             )
         for number, teacher in enumerate(self._teachers):
             rows = (batch.source == number).nonzero()[:, 0]

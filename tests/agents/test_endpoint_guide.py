@@ -6,7 +6,7 @@ from page_runs import TIMEOUT_S, check_that_no_file_has, shown, train
 
 PAGE = ROOT / "docs" / "agents.md"
 PLANTED = "sk-planted-4f7c1d9be2a64d0c"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 
 @pytest.mark.slow

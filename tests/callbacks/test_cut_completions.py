@@ -12,7 +12,8 @@ HELD_OUT = SortDigits(8, size=4, seed=1)
 
 def shares_of(caplog, max_tokens, **changes):
     """The last shares of a run that validates and evaluates, and the lines about completions that are cut."""
-    data = make_data(sampling=SamplingParams(max_tokens=max_tokens), max_staleness=0, val_prompts=HELD_OUT, **changes)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.1)  # seldom longer than the sorted digits
+    data = make_data(sampling=sampling, max_staleness=0, val_prompts=HELD_OUT, **changes)
     evaluation = Evaluation({"held": HELD_OUT}, every_n_steps=1, max_block_s=60.0)
     settings = dict(val_check_interval=1, check_val_every_n_epoch=None)
     with caplog.at_level(logging.WARNING, logger="lit_async_rl"):

@@ -259,6 +259,7 @@ def test_a_policy_that_is_paid_for_length_is_named(caplog):
     summary.on_fit_start(trainer, trainer.lightning_module)
     labels = list(summary.table(trainer).columns[0].cells)
     assert "signs of reward hacking" in labels
+    assert verdict.collapse is None, "which would be said alone"
     assert "signs of reward hacking: " in verdict.words
 
 

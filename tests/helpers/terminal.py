@@ -47,7 +47,7 @@ def type_in_fork(process: Preloaded, words: Sequence[str], columns: int, folder:
     asked = dict(words=list(words), columns=columns, folder=str(folder), code=code or COMMAND)
     helpers = str(Path(__file__).parent)
     typed = f"import sys; sys.path.append({helpers!r}); from terminal import type_here; type_here({asked!r})"
-    done = process.run([], folder, code=typed, limit_s=220.0)
+    done = process.run([], folder, code=typed, limit_s=150.0)
     assert done.status == 0, done.said
     status, parts = json.loads(done.said)
     return emulated([base64.b64decode(part) for part in parts], columns, status)

@@ -20,7 +20,6 @@ from lit_async_rl.models.loading import load_policy, load_tokenizer
 from lit_async_rl.prompts.stream import PromptStream
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.scheduling.admission import Admission
-from lit_async_rl.tasks import SortDigits
 
 
 def plain_synchronous_loop(steps: int) -> torch.Tensor:
@@ -28,7 +27,7 @@ def plain_synchronous_loop(steps: int) -> torch.Tensor:
     policy, tokenizer = load_policy(MODEL).train(), load_tokenizer(MODEL)
     engine = EmbeddedEngine()
     engine.setup(MODEL)
-    stream = PromptStream(SortDigits(8, size=1000))
+    stream = PromptStream(make_data().prompts)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     sampling = SamplingParams(max_tokens=10)
     for step in range(steps):

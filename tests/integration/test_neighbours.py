@@ -1,7 +1,7 @@
 """The parts beside the core: without any of them the quick start trains to the same parameters.
 
-That none of them imports another is import-linter's (`make layers`), so that each alone can be left out, too; a sweep
-tries it.
+Which of them may import which is import-linter's (`make layers`); `lab` imports some others. A sweep leaves out each
+alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def digest(tree: Path) -> str:
 @pytest.mark.parametrize(
     "left_out",
     [
-        pytest.param([NEIGHBOURS], marks=pytest.mark.slow, id="all"),
+        pytest.param([NEIGHBOURS, ("simulation",), ("vllm",)], marks=pytest.mark.slow, id="all"),
         pytest.param([(name,) for name in NEIGHBOURS], marks=pytest.mark.sweep, id="each"),
     ],
 )

@@ -107,7 +107,7 @@ RECORDS = {
             "four",
             "    assert candidate(2) == twice(twice(2))",
         ),
-        ["def four(x):\n    return 4 * x"],
+        ["def four(x):\n    return 4 * x", "def four(x):\n    return twice(twice(x))"],
         ["def twice(x):\n    return 0\n\n\ndef four(x):\n    return 0"],
     ),
     "humaneval_tolerance": (

@@ -1,4 +1,4 @@
-"""All tests run the package with its annotations checked: the types of every function, and the shapes of arrays."""
+"""Quick tests run the package with its annotations checked: the types of nearly every function, and all shapes."""
 
 from __future__ import annotations
 
