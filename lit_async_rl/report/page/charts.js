@@ -104,7 +104,7 @@
     splitLine: { lineStyle: { color: report.color("--line"), opacity: 0.5 } },
   });
   report.axis = axis;
-  const named = (name, nameGap) => ({ name, nameGap, nameLocation: "middle", nameTextStyle: { color: report.color("--muted"), fontSize: 11 } });
+  const named = (name, nameGap) => ({ name, nameGap, nameLocation: "middle", nameMoveOverlap: true, nameTextStyle: { color: report.color("--muted"), fontSize: 11 } });
 
   const smoothed = (values, width) => {
     if (width < 2) return values;
