@@ -352,7 +352,9 @@ def run(steps, ckpt_path=None, keep=None, curve=None, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"divergence": "forward_kl", "top_k": 4}, {"gradient": "sampled"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"divergence": "jsd"}, {"divergence": "forward_kl", "top_k": 4}, {"gradient": "sampled"}], ids=str
+)
 def test_a_student_learns_from_a_teacher_with_stale_states_and_one_completion_a_prompt(settings):
     curve = Curve()
     run(60, curve=curve, **settings)
