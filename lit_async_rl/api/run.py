@@ -161,6 +161,8 @@ def fit(
         if cluster is not None:
             cluster.check()
         if ckpt_path is not None:
+            if not isinstance(ckpt_path, str | os.PathLike):
+                raise ValueError(f"ckpt_path must be the path of a checkpoint, got {ckpt_path!r:.100}")
             ckpt_path = os.path.expanduser(ckpt_path)
             check_checkpoint(ckpt_path)
         if cluster is not None and cluster.dry_run:
@@ -486,7 +488,10 @@ def with_recipe(recipe: str | None, settings: Mapping[str, Any]) -> dict[str, An
     overlay = load_config(RECIPE_FILE)
     parts = {name: build(spec) for section in ("model", "data") for name, spec in overlay.get(section, {}).items()}
     callbacks = {key: build(spec) for key, spec in overlay["defaults"].items()}
-    return {**settings, **parts, "defaults": {**callbacks, **(settings.get("defaults") or {})}}
+    changed = settings.get("defaults") or {}
+    if not isinstance(changed, Mapping):
+        raise ValueError(f"defaults must be a mapping from keys to callbacks, got {changed!r:.100}")
+    return {**settings, **parts, "defaults": {**callbacks, **changed}}
 
 
 # -- The learning rate that `fit` chooses where none is given ---------------------------------------------------------

@@ -85,12 +85,14 @@ class Trainer(pl.Trainer):
                 raise TypeError(f"Trainer has no setting {name!r}{meant(name, TRAINER_SETTINGS)}")
         settings = _with_defaults(settings)
         settings |= gpu_precision(settings)
-        own = [callbacks] if isinstance(callbacks, Callback | str | type) else list(callbacks or [])
+        own: list[Any] = [] if callbacks is None else [callbacks]
+        if isinstance(callbacks, Iterable) and not isinstance(callbacks, str):
+            own = list(callbacks)
         for callback in own:
             if not isinstance(callback, Callback):
                 hint = f": write {callback.__name__}(...)" if isinstance(callback, type) else ""
                 raise ValueError(f"trainer.callbacks must hold callbacks, got {callback!r:.100}{hint}")
-        if isinstance(logger, str | type):
+        if isinstance(logger, str | type | int) and not isinstance(logger, bool):
             raise ValueError(
                 f"trainer.logger must be a logger such as CSVLog('runs'), True, False or None, got {logger!r}"
             )
@@ -226,6 +228,8 @@ def default_callbacks(
     Raises:
         ValueError: there is no such key, or its value is no callback.
     """
+    if not isinstance(changed, Mapping):
+        raise ValueError(f"defaults must be a mapping from keys to callbacks, got {changed!r:.100}")
     specs = defaults_file()["defaults"]
     for key, callback in changed.items():
         if key not in specs:

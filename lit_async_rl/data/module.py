@@ -6,7 +6,6 @@ Training takes its micro-batches from `RolloutFeed`, validation its prompts from
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,7 +48,7 @@ from lit_async_rl.rollouts.intake import GroupFilter, Intake
 from lit_async_rl.rollouts.producer import Producer, identities_of
 from lit_async_rl.rollouts.resume import START_ANEW, check_prompts, is_producer_state
 from lit_async_rl.rollouts.totals import ProducerStats
-from lit_async_rl.runtime.files import begin_here, return_to_begin
+from lit_async_rl.runtime.files import begin_here, expanded, return_to_begin
 from lit_async_rl.scheduling.admission import AdmissionPolicy, Bounded, FromTape
 from lit_async_rl.types import PromptBatch, RolloutBatch, RolloutGroup, SamplingParams
 from lit_async_rl.utils.checks import MANY, check_kinds, check_range
@@ -148,7 +147,7 @@ class RolloutDataModule(pl.LightningDataModule):
     ) -> None:
         given = dict(locals())
         super().__init__()
-        model = os.path.expanduser(model) if isinstance(model, str | os.PathLike) else model
+        model = None if model is None else expanded(model)
         self.model = model
         self._codec = None if model is None else TextCodec(model, scoring.special_tokens)
         self.prompts = as_source(prompts, "data.prompts")

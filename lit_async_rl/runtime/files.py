@@ -48,6 +48,17 @@ def absolute(path: str | Path) -> Path:
     return Path(_began_in or os.getcwd(), path)
 
 
+def expanded(model: str | os.PathLike[str]) -> str:
+    """Name of a model, or its folder, with `~` expanded.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(f"model.model must be the name or folder of a model, got {model!r:.100}")
+    return os.path.expanduser(model)
+
+
 def located(model: str) -> str:
     """Name of a model, or its folder; absolute if user code has changed the working folder."""
     if not model or _began_in is None or _is_here(_began_in) or not absolute(model).is_dir():

@@ -40,6 +40,7 @@ from lit_async_rl.models.self_check import check_policy, compute_dtype
 from lit_async_rl.models.sharding import Sharding
 from lit_async_rl.models.weights import is_sharded, is_wrapped, stream_weights, without_reference
 from lit_async_rl.runtime.checkpoint_files import OF_POLICY, check_content
+from lit_async_rl.runtime.files import expanded
 from lit_async_rl.stabilizers.step_lr import group_settings, overflows
 from lit_async_rl.training.checkpoint_io import check_checkpoint, check_is_one_file, check_same_model
 from lit_async_rl.training.distillation import Distillation, Distiller
@@ -316,7 +317,7 @@ class PolicyModule(pl.LightningModule):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.given = given
-        model = os.path.expanduser(model) if isinstance(model, str | os.PathLike) else model
+        model = expanded(model)
         check_kinds("model", PolicyModule.__init__, given)
         check_range("model", "positive", learning_rate=learning_rate)
         check_range("model", ">= 0 and finite", weight_decay=weight_decay, kl_coefficient=kl_coefficient)

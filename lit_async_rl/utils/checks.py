@@ -162,18 +162,27 @@ def find_other_kind(values: Mapping[str, Any], kinds: Mapping[str, type]) -> str
 
 @functools.cache
 def wanted_classes(init: Callable[..., Any]) -> dict[str, tuple[type, bool, bool]]:
-    """Settings of a constructor that are objects of this package: (class, whether None, whether functions will do).
-
-    Protocols, such as `Records`, are left out: they take lists, too.
-    """
+    """Settings of a constructor that are objects of this package: (class, whether None, whether functions will do)."""
     found = {}
     for name, hint in typing.get_type_hints(init).items():
         parts = typing.get_args(hint) or (hint,)
-        ours = [part for part in parts if getattr(part, "__module__", "").startswith("lit_async_rl.")]
-        classes = [part for part in ours if isinstance(part, type) and not getattr(part, "_is_protocol", False)]
-        if classes:
+        if classes := [part for part in parts if _is_own_class(part)]:
             found[name] = (classes[0], type(None) in parts, any("Callable" in str(part) for part in parts))
     return found
+
+
+@functools.cache
+def wanted_lists(init: Callable[..., Any]) -> dict[str, type]:
+    """Settings of a constructor that are lists of objects of this package: the objects' class."""
+    parts = [(name, part) for name, hint in typing.get_type_hints(init).items() for part in typing.get_args(hint)]
+    lists = {name: typing.get_args(part)[0] for name, part in parts if typing.get_origin(part) is list}
+    return {name: kind for name, kind in lists.items() if _is_own_class(kind)}
+
+
+def _is_own_class(hint: Any) -> bool:
+    """Protocols, such as `Records`, are left out: lists fulfil them, too."""
+    is_own = isinstance(hint, type) and hint.__module__.startswith("lit_async_rl.")
+    return is_own and not getattr(hint, "_is_protocol", False)
 
 
 def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object]) -> None:
@@ -199,8 +208,17 @@ def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object
             named = f"rl.{own_class.__name__}"
             raise ValueError(f"{owner}.{name} must be an instance, but {named} is a class: write {named}(...)")
         article = "an" if kind.__name__[0] in "AEIO" else "a"
-        shown = repr(value) if isinstance(value, str | int | float) or value is None else f"a {type(value).__name__}"
-        raise ValueError(f"{owner}.{name} must be {article} {kind.__name__}, got {shown[:100]}")
+        raise ValueError(f"{owner}.{name} must be {article} {kind.__name__}, got {_shown(value)}")
+    for name, kind in wanted_lists(init).items():
+        value = [] if given.get(name) is None else given[name]
+        wrong = [one for one in value if not isinstance(one, kind)] if isinstance(value, list | tuple) else [value]
+        if wrong:
+            raise ValueError(f"{owner}.{name} must be a list of {kind.__name__} objects, got {_shown(wrong[0])}")
+
+
+def _shown(value: object) -> str:
+    is_short = isinstance(value, str | int | float | type) or value is None
+    return (repr(value) if is_short else f"a {type(value).__name__}")[:100]
 
 
 def check_token_shape(owner: str, name: str, values: object, shape: tuple[int, ...]) -> None:
