@@ -1,4 +1,4 @@
-"""The actor of a pool for environments: its episodes, all in one event loop, as in a run without Ray."""
+"""The actor of a pool for environments: plays all its episodes in one event loop, as a run without Ray does."""
 
 from __future__ import annotations
 
