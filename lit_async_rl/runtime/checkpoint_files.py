@@ -1,4 +1,4 @@
-"""Files of checkpoints: a digest that is verified before their content is used, and reading that executes no code."""
+"""Checkpoint files: a digest that is verified before their content is used, and reading that executes no code."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ _verified_files: dict[str, tuple[tuple[int, int, int], Any]] = {}
 
 
 class DigestWriter:
-    """Binary file writer that computes a digest of all bytes written.
-
-    Args:
-        file: an empty file opened for writing.
-    """
+    """Writer of an empty binary file that computes a digest of all bytes written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
