@@ -42,8 +42,8 @@ class RayCluster(ClusterSettings, Cluster):
     than one engine replica, `data.engine` is wrapped in `RayEngine`. With `rewards`, actors call `data.reward`; with
     `environments`, they play the episodes of `data.engine`. Both serve the leading rank, which samples.
 
-    Every node needs this package, the model and the configuration's files under the same paths, and a folder of runs
-    that all nodes share.
+    Every node needs this package, the model and the configuration's files under the same paths, and a shared folder of
+    runs.
 
     Example:
         ```python
@@ -168,12 +168,7 @@ class RayCluster(ClusterSettings, Cluster):
         )
 
     def with_reward_actors(self, reward: Any, *, workers: int, timeout_s: float) -> Any:
-        """The reward as the actors of `rewards` call it, or as it is.
-
-        Args:
-            reward: `data.reward`.
-            workers: calls under way of an `async` reward, see `data.scoring.workers`.
-            timeout_s: `data.scoring.timeout_s`.
+        """The reward as the actors of `rewards` call it, or as it is; `workers` and `timeout_s` are of `data.scoring`.
 
         Raises:
             ValueError: there is no reward.
@@ -192,7 +187,7 @@ class RayCluster(ClusterSettings, Cluster):
         return in_pool(reward, settings, calls=actors.calls, workers=workers, timeout_s=timeout_s)
 
     def with_environment_actors(self, engine: RolloutEngine) -> RolloutEngine:
-        """An engine whose environment the actors of `environments` play, or as it is.
+        """The engine with its environment in the actors of `environments`, or as it is.
 
         Raises:
             ValueError: it has no environment.

@@ -75,8 +75,8 @@ class RewardActors(_Placed):
     """Actors that call `data.reward`: `cluster.rewards`.
 
     Args:
-        actors: processes, each with the reward and all of its parts. A part that counts something for the whole run,
-            such as a judge with its budget, is called in one of them.
+        actors: processes, each with all parts of the reward. A part that counts something for the whole run, such as a
+            judge with its budget, is called in one of them.
         resources: of one actor, as Ray counts them: `CPU`, `GPU`, `memory` in bytes, or a name of your own.
         calls: concurrent calls of a plain reward in one actor, in threads: more than one for a reward that waits, such
             as for programs in a sandbox. An `async` reward has its own number, or `data.scoring.workers` in all actors

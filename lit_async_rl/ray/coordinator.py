@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Coordinator:
-    """State of one run: its job, folder and result. The command owns this actor, which ends with it.
+    """State of one run, its job, folder and result, in an actor that the command owns, and that ends with it.
 
     Args:
         job: list with the reference of the function that a rank calls; not opened here.

@@ -28,7 +28,7 @@ class Role:
         setting: of their number.
         number: how many.
         needs: of each, by Ray's name of the resource.
-        is_packed: on as few nodes as possible; otherwise on as many.
+        is_packed: on as few nodes as possible, instead of as many.
     """
 
     setting: str

@@ -217,11 +217,9 @@ class ReplicaEntry(ReplicaProcess):
         return f"replica {self.number} ({describe_place(self.place)})"
 
     def fail(self, reason: str, is_running: bool) -> None:
-        """Counts a loss.
+        """Counts a loss, whose `reason` completes "replica 3 ...".
 
-        Args:
-            reason: completes "replica 3 ...".
-            is_running: its process did wrong, rather than just end.
+        With `is_running`, the process did wrong, rather than just end.
         """
         self.why = reason
         self.num_failures += 1

@@ -78,12 +78,7 @@ class EnvironmentPool(ActorPool):
 
 
 class RayEnvironment(RemoteProxy, Environment):
-    """Stands for an environment whose episodes the actors of a pool play.
-
-    Args:
-        pool: the actors.
-        environment: as it was configured.
-    """
+    """Stands for an environment whose episodes the actors of a pool play."""
 
     def __init__(self, pool: EnvironmentPool, environment: Environment) -> None:
         self.pool = pool

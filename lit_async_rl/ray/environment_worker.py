@@ -1,4 +1,4 @@
-"""The actor of a pool for environments: plays all its episodes in one event loop, as a run without Ray does."""
+"""The actor of a pool for environments: all its episodes run in one event loop, as without Ray."""
 
 from __future__ import annotations
 

@@ -528,11 +528,8 @@ class Fleet:
     ) -> None:
         """Removes a replica; others sample what it has not finished, and Ray starts it again. The lock is held.
 
-        Args:
-            entry: the replica.
-            reason: completes "replica 3 ...".
-            is_running: its process may still run, and is killed.
-            failure: error of its engine, as plain data.
+        `reason` completes "replica 3 ...", and `failure` is an error of its engine as plain data. With `is_running`,
+        its process may still run, and is killed.
         """
         was_in = entry.state in (State.READY, State.LOADING)
         is_new = entry.left is None  # else its failure says nothing about a new process

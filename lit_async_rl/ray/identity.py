@@ -59,7 +59,7 @@ def describe_model(model: str) -> dict[str, Any]:
 
 
 def find_other_model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """How a replica's `describe_model` differs from the trainer's, in words that follow its name; empty if nowhere."""
+    """Difference of a replica's `describe_model`, in words that follow its name; empty if there is none."""
     if found["package"] != expected["package"]:
         return (
             f"runs lit-async-rl {found['package']}, the trainer {expected['package']}: install the same version there"
@@ -88,12 +88,9 @@ def difference(found: Mapping[str, Any], expected: Mapping[str, Any], common_onl
 
 
 def find_other_arithmetic(answer: Mapping[str, Any], version: int, probe: Probe | None) -> str:
-    """Fault in a replica's proof, in words that follow its name; empty if valid.
+    """Fault in a replica's proof of a version, in words that follow its name; empty if valid.
 
-    Args:
-        answer: of `Replica.prove`.
-        version: that it was to prove.
-        probe: log-probabilities of the trainer with that version, if they are known.
+    The answer is that of `Replica.prove`; `probe` has the trainer's log-probabilities, if known.
     """
     if list(answer["versions"]) != [version]:
         return f"tags new tokens with versions {list(answer['versions'])}, not {version}"

@@ -72,7 +72,7 @@ def launch(cluster: ClusterSettings, job: Callable[[Place], None], *, uses_gpus:
     """Runs `job` in each of the cluster's trainer ranks, until all have ended.
 
     Args:
-        cluster: says where.
+        cluster: where they run.
         job: called in the main thread of each rank; must be importable or picklable, with all that it refers to.
         uses_gpus: whether a rank gets a GPU by default, if the cluster has some.
 
@@ -212,13 +212,7 @@ class _Run:
             remove_placement_group(group)
 
     def _start(self, actors: Sequence[Any], attempt: int, cause: Ended | None) -> Start:
-        """Starts the process of each rank.
-
-        Args:
-            actors: one for each rank, in any order.
-            attempt: number of the start, from 0.
-            cause: end of a rank that has caused it; None of the first start.
-        """
+        """Starts the process of each rank, on actors in any order; `cause` is the end of a rank before, if any."""
         cwd = os.getcwd()
         folder = self._ask("folder")
         spots = self._answers([actor.spot.remote(cwd, folder) for actor in actors])
@@ -333,8 +327,8 @@ class Start:
     Args:
         ray: the module, connected.
         placed: actor and spot of each rank.
-        received: signals for the ranks; more are added meanwhile.
-        screen: shows their output.
+        received: as of `_Run.until_the_end`.
+        screen: for their output.
 
     Attributes:
         ended: how processes ended, by rank.
@@ -472,12 +466,7 @@ class Screen:
         self._rests: dict[tuple[int, Stream], str] = {}
 
     def show(self, said: list[Said], is_last: bool = False) -> None:
-        """Prints output in its order.
-
-        Args:
-            said: new output.
-            is_last: whether it is the last of this start: then waiting and unfinished lines are printed, too.
-        """
+        """Prints new output in its order; with the last of a start, waiting and unfinished lines, too."""
         now = time.monotonic()
         for rank, stream, text in said:
             if rank == 0:

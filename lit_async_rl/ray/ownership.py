@@ -31,13 +31,7 @@ _lock = threading.Lock()
 
 
 class ReplicaActors:
-    """Makes, finds and ends the actors of one engine's replicas.
-
-    Args:
-        ray: the module, connected.
-        engine: each replica makes its own with the same arguments.
-        model: that they load.
-        resources: that each of them needs.
+    """Makes, finds and ends the actors of one engine's replicas, each with its own engine of the same arguments.
 
     Attributes:
         trainer: this start of the trainer; unique.

@@ -135,12 +135,9 @@ class PoolSettings:
 
 
 class ActorPool(ABC):
-    """Actors that all do the same. Opened by the first call, and again by one after `close`.
+    """Actors that all do the same, opened by the first call, also after `close`.
 
     `open`, `close`, `begin` and `run` may be called from any thread, all else from the pool's loop.
-
-    Args:
-        settings: of the pool.
 
     Attributes:
         ready: processes that take calls.
@@ -426,12 +423,9 @@ class ActorPool(ABC):
         return None
 
     def lose(self, process: Process, why: str, is_running: bool = False) -> None:
-        """Ends the calls of a process, and has its actor start again. Safe to call twice.
+        """Ends the calls of a lost process, killing it if it `is_running`, and has its actor start again.
 
-        Args:
-            process: that was lost.
-            why: in words that follow its place.
-            is_running: whether it still runs, and has to be killed.
+        `why` follows the process's place in a message. Safe to call twice.
         """
         if process.lost.done():
             return

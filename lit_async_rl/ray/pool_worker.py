@@ -46,7 +46,7 @@ class PoolWorker:
         """Makes what this process works with, from the arguments of each start."""
 
     async def wait(self) -> dict[str, Any]:
-        """Never answers: the call fails when this process is gone."""
+        """Never answers, but fails when this process is gone."""
         await asyncio.Event().wait()
         return {}
 

@@ -105,12 +105,7 @@ def guarded(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, An
 
 
 class Replica:
-    """An engine in an actor. After a crash Ray constructs it anew, and `start` is called again.
-
-    Args:
-        recipe: of the engine.
-        number: of this replica, from 0.
-    """
+    """An engine in an actor. After a crash Ray constructs it anew, and `start` is called again."""
 
     def __init__(self, recipe: Recipe, number: int) -> None:
         faulthandler.enable()
@@ -302,7 +297,7 @@ class Replica:
         Args:
             version: of the weights.
             table: reference of the list of places, in a list, so that Ray does not read it for us.
-            buckets: references of the buckets by number.
+            buckets: references by number.
             after: number of the assignment that the engine must have before.
             has_them: load nothing, because the engine has these weights from an earlier trainer.
         """

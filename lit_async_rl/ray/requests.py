@@ -24,7 +24,7 @@ class Requests:
 
     Args:
         session_margin: of `Placement`.
-        tell: calls a method of a replica whose answer says nothing, `tell(entry, name, *args)`.
+        tell: calls a method of a replica without an answer, `tell(entry, name, *args)`.
 
     Attributes:
         placement: of the replicas that requests go to.

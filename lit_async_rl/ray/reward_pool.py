@@ -143,7 +143,7 @@ class RewardPool(ActorPool):
 
 
 class RayReward(RemoteProxy):
-    """Stands for a reward, or a part of one, that the actors of a pool call.
+    """Stands for a part of a reward that the actors of a pool call.
 
     Args:
         pool: the actors.
@@ -202,11 +202,7 @@ class RayReward(RemoteProxy):
     ) -> Any:
         """Reward of one completion, as the reward itself gives it.
 
-        Args:
-            prompt: of the completion.
-            completion: text to score.
-            token_ids: of the completion.
-            begun: called, perhaps from another thread, when the work begins.
+        `begun` is called, perhaps from another thread, when the work begins.
 
         Raises:
             RewardError: the reward raised, or gave no number; or it took too long.

@@ -67,7 +67,7 @@ class Ended:
     """How the process of a rank ended.
 
     Args:
-        rank: of the run; None before the actors have numbers.
+        rank: None before the actors have numbers.
         status: exit status; the negative number of the signal that killed it, or None if it was lost with its actor.
         where: node and process, for messages.
         last_lines: of what it wrote to stderr.
@@ -94,12 +94,7 @@ class RankActor:
         self._ended: Ended | None = None
 
     async def spot(self, cwd: str, folder: str | None) -> Spot:
-        """Place of the actor.
-
-        Args:
-            cwd: folder of the command.
-            folder: of the run's checkpoints; None before training began.
-        """
+        """Place of the actor, for a command in the folder `cwd` and a run with checkpoints in `folder`."""
         return Spot(
             node=self._context.get_node_id(),
             ip=self._ip,

@@ -49,7 +49,7 @@ class Table:
 
     Attributes:
         version: of the policy.
-        places: by name, in the order in which the policy streams them.
+        places: by name, in the policy's order.
         changes: of weights since they were put there, by name, the oldest first.
         sums: checksums of the tensors' bytes, by name.
         buckets: references into the object store, by number: those of places and changes.
@@ -260,7 +260,7 @@ class WeightReader:
     """Reads the weights of a table, and remembers those that its engine has.
 
     Args:
-        get: reads a bucket, given its reference.
+        get: reads a bucket by its reference.
         takes_changes: whether the engine accepts `UNCHANGED` for weights that it has.
     """
 
@@ -281,7 +281,7 @@ class WeightReader:
         Args:
             places: of all weights, in order, each followed by its changes.
             buckets: references by number.
-            received: filled with the tensors yielded, by name.
+            received: filled with the yielded tensors, by name.
         """
         has = _chains(places)
         opened: dict[int, list[np.ndarray]] = {}
