@@ -56,12 +56,8 @@ class DigestWriter:
 def check_file(file: Path, where: str, is_of_policy: bool = True) -> None:
     """Refuses a checkpoint file that is damaged, not a checkpoint, or would execute code when loaded.
 
-    Each file is read once per process; further calls for the same file are free.
-
-    Args:
-        file: an existing file.
-        where: prefix of messages.
-        is_of_policy: whether it must have been saved by a `PolicyModule`.
+    With `is_of_policy`, a `PolicyModule` must have saved it. Each file is read once per process; further calls for it
+    are free. `where` is the prefix of messages.
 
     Raises:
         ValueError: the file is refused; gives the reason.

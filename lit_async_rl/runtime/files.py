@@ -103,7 +103,7 @@ class FolderLock:
 
 
 def lock_path(folder: Path, beside: bool = False) -> Path:
-    """Lock file of a folder. Never deleted: a process that has just opened it would then lock a deleted file."""
+    """Lock file of a folder. Never deleted, because a process that has just opened it would lock a deleted file."""
     if beside and os.access(folder.parent, os.W_OK):
         return folder.with_name(f".{folder.name}.run.lock")
     return folder / ".run.lock"

@@ -167,12 +167,7 @@ def _result(reply: _Reply) -> Any:
 
 
 class LastKnown(Generic[T]):
-    """Value of a function that may hang, or else its last value.
-
-    Args:
-        function: returns the value.
-        value: initial value.
-    """
+    """Value of a function that may hang, or else its last value, at first the given one."""
 
     def __init__(self, function: Callable[[], T], value: T) -> None:
         self._function = function
@@ -181,7 +176,7 @@ class LastKnown(Generic[T]):
         self._asking = threading.Lock()
 
     def get(self) -> T:
-        """The value, or the last one if it takes longer than `MAX_ANSWER_S`. Raises errors of the function."""
+        """The value, or the last one after `MAX_ANSWER_S`. Raises errors of the function."""
         if not self._asking.acquire(blocking=False):  # another thread does
             return self._value
         try:

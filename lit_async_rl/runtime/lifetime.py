@@ -24,9 +24,6 @@ def die_with_parent(parent: int) -> bool:
     For the kernel the parent is the thread that has started it: use `guarded` where that may end earlier. Linux only;
     has no effect elsewhere.
 
-    Args:
-        parent: process id of the parent.
-
     Returns:
         Whether the parent is still alive.
     """

@@ -139,7 +139,7 @@ class LoopThread:
     """Daemon thread that runs an event loop until `close`.
 
     Args:
-        name: name of the thread, also for messages.
+        name: of the thread, also for messages.
         runs: see `watched`.
     """
 
@@ -170,14 +170,9 @@ class LoopThread:
         setting: str = "",
         check: Callable[[], None] = lambda: None,
     ) -> T:
-        """Runs `coroutine` in the loop; returns its result or raises its error.
+        """Runs `coroutine` in the loop; returns its result or raises its error, and cancels it after `timeout_s`.
 
-        Args:
-            coroutine: to run.
-            timeout_s: time limit, after which it is cancelled.
-            what: description of the call, for messages.
-            setting: name of the limit's setting, for messages.
-            check: see `Wait`.
+        Messages name the call, `what`, and the limit's `setting`. For `check` see `Wait`.
 
         Raises:
             StalledError: `what` did not finish within `timeout_s`.
@@ -267,7 +262,7 @@ class ReplaceableLoop:
     """Event loop that starts with its first use, and is replaced once a call blocks it. Thread-safe.
 
     Args:
-        name: name of the threads.
+        name: of the threads.
         runs: see `watched`.
     """
 
@@ -330,7 +325,7 @@ class SharedLoop:
     around one environment (in training, in each validation, after a restart) therefore share a loop.
 
     Args:
-        name: name of the thread.
+        name: of the thread.
         runs: see `watched`.
     """
 
@@ -437,7 +432,7 @@ class LoopTasks:
                 self._ending = self._loop.begin(self._end_all())
 
     def close(self) -> None:
-        """Cancels all tasks; waits for them and those of `finish`, at most `CLEANUP_TIMEOUT_S`. Safe to call twice."""
+        """Cancels all tasks; waits for them and those of `finish`, at most `CLEANUP_TIMEOUT_S`; safe to call twice."""
         self.begin_close()
         if self._ending is not None:
             concurrent.futures.wait([self._ending], CLEANUP_TIMEOUT_S)

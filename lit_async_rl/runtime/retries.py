@@ -65,7 +65,7 @@ class Work:
 
     Args:
         name: reward or environment, such as `reward my_rewards.judge`.
-        num_calls: number of running calls.
+        num_calls: how many.
         oldest_s: seconds since the oldest of them began.
         policy: their limits.
     """

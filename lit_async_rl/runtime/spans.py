@@ -74,7 +74,7 @@ def reward_lane(worker: int) -> LaneKind:
 
 
 def recorder() -> SpanRecorder:
-    """The recorder of this process, which is off unless a run writes a timeline."""
+    """This process's recorder, off unless a run writes a timeline."""
     return getattr(_own, "recorder", _recorder)
 
 
@@ -89,10 +89,10 @@ def unrecorded() -> Iterator[None]:
 
 
 def start_recording(pid: int = 0, offset_s: float = 0.0) -> SpanRecorder:
-    """Switches the recorder of this process on.
+    """Switches this process's recorder on.
 
     Args:
-        pid: number of this process in the timeline, its rank.
+        pid: this process in the timeline, its rank.
         offset_s: seconds added to this machine's clock.
     """
     global _recorder
@@ -177,16 +177,7 @@ class SpanRecorder:
         return events
 
     def put(self, phase: str, name: str, lane: Lane, began: float, seconds: float, args: dict[str, Any]) -> None:
-        """Adds an event.
-
-        Args:
-            phase: `X` for a span, `i` for an instant.
-            name: of the event.
-            lane: of the event.
-            began: time of `time.monotonic`.
-            seconds: duration of a span.
-            args: of the event.
-        """
+        """Adds an event that began at a time of `time.monotonic`; `phase` is `X` for a span, `i` for an instant."""
         pid = self._pid
         tid = lane.kind.tid
         if not lane.is_named:  # with the first event: many lanes are never used
@@ -317,11 +308,9 @@ class Lane:
 
 
 class Overlap:
-    """Records the time in which at least one of several concurrent activities runs. Thread-safe.
+    """Records, as spans, the time in which at least one of several concurrent activities runs; thread-safe.
 
-    Args:
-        name: of the spans.
-        lane: of the spans; None records nothing.
+    A lane of None records nothing.
     """
 
     def __init__(self, name: str, lane: Lane | None = None) -> None:
@@ -370,7 +359,7 @@ class TraceWriter:
 
     Args:
         path: of the file; an existing one is continued.
-        recorder: source of the events.
+        recorder: of the events.
         flush_s: seconds between two writes.
 
     Attributes:

@@ -168,9 +168,7 @@ class Wait:
 
 
 class FairLock:
-    """Fair mutex: a waiting thread acquires before the decode loop's next turn.
-
-    With a plain lock, a loop that releases and re-acquires it starves the waiting threads.
+    """Fair mutex: a waiting thread acquires before the next turn of a loop, which would starve it with a plain lock.
 
     Args:
         timeout_s: of `hold`.
