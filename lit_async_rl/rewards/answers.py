@@ -297,7 +297,7 @@ def _priced(currency: str, unit: str | None) -> str | None:
 
 
 def last_quantity(completion: str, unit: str | None) -> Answer | None:
-    """The number that a text without a box answers: behind `answer is`, else the last one of the last sentence.
+    """The number in the answer of a text without a box: behind `answer is`, else the last one of the last sentence.
 
     None if there is none, or it is part of a formula. Numbers with a unit of the same kind as the reference's `unit`
     count before others: `300 km` in `it travels 300 km in 3 hours`.

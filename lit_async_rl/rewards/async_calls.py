@@ -60,8 +60,8 @@ class AsyncCalls(Generic[J, R]):
 
     Args:
         limit: concurrent calls.
-        call: scores a job; never raises. It calls its second argument when the work begins, which may be long after the
-            call if the reward has its own queue, and perhaps again whenever a part of the work is done.
+        call: scores a job; never raises. It calls its second argument when the work begins, long after the call if the
+            reward has its own queue, and perhaps again whenever a part of the work is done.
         is_wanted: whether a job is still needed; asked just before it is called.
         on_begin: called when the work on a job begins, in the thread that says so.
         on_progress: likewise, when the work gets on.

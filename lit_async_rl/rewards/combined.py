@@ -109,8 +109,8 @@ class CombinedReward:
 
         Returns:
             The score, or a function that calls the `async` parts in an event loop. It calls its argument `begun` when
-            the last of them begins to work, and whenever one with its own queue then calls its own `begun` again:
-            waiting for a turn does not count as time of the call.
+            the last of them begins to work, and whenever one with its own queue calls its `begun` again later: waiting
+            for a turn is no time of the call.
 
         Raises:
             RewardError: see `__call__`.

@@ -26,13 +26,13 @@ def wants(reward: Callable[..., Any], parameter: str) -> bool:
 
 
 def wanted(reward: Callable[..., Any], **offered: Any) -> dict[str, Any]:
-    """Those arguments for which a reward has parameters of these names, such as `token_ids`."""
+    """Those arguments, such as `token_ids`, for which a reward has parameters."""
     parameters = _parameters(reward)
     return {name: value for name, value in offered.items() if name in parameters}
 
 
 def as_reward_function(reward: Callable[..., Any], answer_field: str | None = None) -> Callable[..., Any]:
-    """Converts a reward to a function of one completion; its form is recognized by its parameters.
+    """Converts a reward, whose parameters show its form, to a function of one completion.
 
     | parameters | form |
     |---|---|
@@ -43,7 +43,7 @@ def as_reward_function(reward: Callable[..., Any], answer_field: str | None = No
 
     Args:
         reward: function or callable object.
-        answer_field: parameter for the reference answer of a reward in TRL's form, in addition to `answer`.
+        answer_field: name of the reference answer for a reward in TRL's form, besides `answer`.
 
     Raises:
         ValueError: a callable object has the completion first.

@@ -91,7 +91,7 @@ def exact_match(prompt: Prompt, completion: str) -> float:
 
 
 def no_reward(prompt: Prompt, completion: str) -> float:
-    """0 for every completion: for distillation alone, where nothing is to be measured either."""
+    """0 for every completion: for distillation alone, where nothing is measured either."""
     return 0.0
 
 

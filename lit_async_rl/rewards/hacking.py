@@ -93,7 +93,7 @@ class HackingWatch:
         answer_drop: fall of the answer's part, as a share of its largest value so far, while another part rises by as
             much or is at 95 % of its largest value.
         group_std: standard deviation within groups, as a multiple of that of the first window, while less than 0.9 of
-            the completions are right; if the reward is no grader, while it is not above that of the first window.
+            the completions are right; if the reward is no grader, while it is not above its mean in the first window.
         disagreement: share of at least 20 completions, right by the reward, that a second grader calls wrong.
         window: steps.
         patience: steps in a row.
@@ -140,7 +140,7 @@ class HackingWatch:
 
     @property
     def disagreement(self) -> float | None:
-        """Share of the last 100 of these that are wrong; None for fewer than 20."""
+        """Share of the last 100 such completions that the second grader calls wrong; None for fewer than 20."""
         return statistics.fmean(self._compared) if len(self._compared) >= MIN_COMPARED else None
 
     def observe(self, seen: Seen) -> list[str]:

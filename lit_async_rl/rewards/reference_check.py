@@ -106,9 +106,7 @@ def _short(answer: str | None) -> str:
 class ReferenceCheck:
     """Checks a grader in a separate thread, and logs one warning about wrong grades; never ends a run.
 
-    Args:
-        reward: reward function; called only if it is a grader.
-        timeout_s: time limit of one call in seconds, for `async` rewards.
+    Other rewards are not called. A call of an `async` one may take `timeout_s` seconds.
     """
 
     def __init__(self, reward: Any, timeout_s: float = 60.0) -> None:

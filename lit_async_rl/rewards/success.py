@@ -70,7 +70,7 @@ class SuccessWatch:
     """Warns once if no reward reaches the threshold, or if it is the default although rewards are not all -1, 0 or 1.
 
     Args:
-        setting: name of the threshold's setting, for the message.
+        setting: of the threshold, for the message.
         rates: metrics that depend on it, for the message.
         is_default: whether the setting is None.
     """
@@ -119,12 +119,7 @@ class SuccessWatch:
 
 
 class CutWatch:
-    """Warns once if most completions are cut at their limit.
-
-    Args:
-        setting: name of the limit's setting, for the message.
-        metric: name of the share of cut completions, for the message.
-    """
+    """Warns once if most completions are cut at their limit; names its setting, and the metric of cut completions."""
 
     def __init__(self, setting: str, metric: str) -> None:
         self._setting = setting
