@@ -1,4 +1,4 @@
-"""Folder locks, atomic file replacement, full disks, digests of checkpoints, and rate-limited warnings."""
+"""A run's relative paths, folder locks, atomic file replacement, and full disks."""
 
 from __future__ import annotations
 
