@@ -1,7 +1,7 @@
 """Failure detection among ranks: an error, a stop request, a silent, hanging or killed rank ends the run on all ranks.
 
-Each rank has a thread that exchanges heartbeats through the key-value store of the process group. It uses no
-collectives, so it keeps running while the main thread waits in one.
+A thread of each rank exchanges heartbeats through the key-value store of the process group, without collectives, so
+that it keeps running while the main thread waits in one.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -57,10 +57,10 @@ class Report:
     Attributes:
         place: number of milestones passed.
         idle_s: seconds without progress, excluding time in which the process was stopped.
-        limit_s: limit of `idle_s` in this phase; infinite if the wait has its own timeout.
-        phase: phase of the run.
+        limit_s: of `idle_s` in this phase; infinite if the wait has its own timeout.
+        phase: of the run.
         where: function being executed.
-        is_in_torch: whether that function belongs to torch, which may be waiting for other ranks.
+        is_in_torch: whether that function is torch's, which may be waiting for other ranks.
         host: name of the machine.
     """
 
@@ -85,7 +85,7 @@ class Report:
 class Progress:
     """Progress of the training thread, which must construct it; the watch thread calls `report`.
 
-    Without a lock: each attribute is written by one of the two threads, and a single read or write is atomic.
+    It needs no lock: only one of the two threads writes each attribute, and a single read or write is atomic.
 
     Args:
         limit_s: maximum time without progress, in seconds.
@@ -107,14 +107,14 @@ class Progress:
         """Passes a milestone. All ranks must pass the same milestones in the same order.
 
         Args:
-            phase: phase that begins.
+            phase: that begins.
             limit_s: maximum time without progress in it, in seconds; None is the run's limit.
         """
         self._phase = (phase, self.limit_s if limit_s is None else limit_s)
         self._place += 1
 
     def align(self, phase: str, limit_s: float | None = None) -> None:
-        """Passes a milestone at which all ranks exchange data, and aligns their numbers of milestones."""
+        """Passes a milestone at which all ranks exchange data, and aligns their counts."""
         self._place += _MILESTONES_PER_EXCHANGE - 1 - self._place % _MILESTONES_PER_EXCHANGE
         self.reach(phase, limit_s)
 
@@ -134,7 +134,7 @@ class Progress:
             self.report_progress()
 
     def over(self, items: Iterable[Item], phase: str) -> Iterator[Item]:
-        """Iterates over items produced by a collective; each is a milestone. The caller's phase resumes in between."""
+        """Iterates over items of a collective, each a milestone. The caller's phase resumes in between."""
         iterator = iter(items)
         while True:
             outside = self._phase
@@ -150,9 +150,9 @@ class Progress:
     # -- watch thread -------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """The current state; call it at intervals below `MAX_GAP_S`, longer ones count as a stopped process.
+        """The current state; intervals between calls above `MAX_GAP_S` count as a stopped process.
 
-        Not a `Wait`: the thread that waits is another one, and rank 0 compares the seconds of all ranks.
+        Not a `Wait`: another thread waits, and rank 0 compares the seconds of all ranks.
         """
         now = time.monotonic()
         seen = (self._place, self._num_reports)
@@ -187,12 +187,12 @@ def find_stalled(reports: Mapping[int, Report], setting: str, limit_s: float) ->
 
     The ranks with the fewest milestones determine the limit. It counts from the last progress of any rank, because they
     may have waited for the others until then. Ranks that were stopped for a while (SIGSTOP), or wait with their own
-    timeout, do not count as stalled. If several are equally far behind, those inside torch are assumed to wait for the
-    others.
+    timeout, do not count as stalled. Of several that are equally far behind, those inside torch are assumed to wait for
+    the others.
 
     Args:
-        reports: reports of all ranks that have not finished.
-        setting: full name of the setting that limits the time without progress.
+        reports: of all ranks that have not finished.
+        setting: name of the setting that limits the time without progress.
         limit_s: its value, in seconds.
     """
     behind = min((report.place for report in reports.values()), default=0)
@@ -232,10 +232,10 @@ class RankWatch:
         timeout_s: seconds without a heartbeat after which a rank counts as dead (killed, or its machine lost).
         stall_s: seconds without progress of a rank's training thread, while others wait for it, after which it counts
             as hung.
-        on_abandon: function called before the process is ended because its main thread hangs.
+        on_abandon: called before the process is ended because its main thread hangs.
 
     Attributes:
-        progress: progress of this rank's training thread.
+        progress: of this rank's training thread.
     """
 
     def __init__(self, timeout_s: float, stall_s: float, on_abandon: Callable[[], None]) -> None:
@@ -266,10 +266,10 @@ class RankWatch:
         self._thread.start()
 
     def take_over_sigterm(self) -> None:
-        """Installs a handler with which SIGTERM on any rank requests all ranks to stop.
+        """Has SIGTERM on any rank request all ranks to stop.
 
-        Lightning's own handler broadcasts inside the signal handler, between other collectives, which can deadlock.
-        Call this after `setup`, when Lightning has installed its handler; Lightning removes ours at the end of the run.
+        Lightning's own handler broadcasts between other collectives, which can deadlock. Call this after `setup`, when
+        Lightning has installed its handler; Lightning removes ours at the end of the run.
         """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.request_stop())
@@ -294,7 +294,7 @@ class RankWatch:
         return RankError(self.failure)
 
     def explain(self, error: RuntimeError) -> NoReturn:
-        """Replaces a connection error by the reason reported by the other rank.
+        """Replaces a connection error by the other rank's reason.
 
         Raises:
             RankError, StalledError: always.
@@ -313,7 +313,7 @@ class RankWatch:
         self.is_stop_requested = True
 
     def fail(self, error: BaseException) -> None:
-        """Reports a failure of this rank to all ranks, or raises the earlier failure that caused it."""
+        """Reports a failure of this rank to all ranks, or prints the earlier failure that has caused it."""
         if self._closed.is_set():
             return
         own = f"rank {self.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
@@ -325,7 +325,7 @@ class RankWatch:
             print(f"rank {self.rank} ends, because {self.failure}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Marks this rank as finished, so that missing heartbeats are no failure. Safe to call twice."""
+        """Marks this rank as finished: missing heartbeats are no failure then. Safe to call twice."""
         if self._closed.is_set():
             return
         if self.failure and self.rank == 0:
@@ -351,7 +351,7 @@ class RankWatch:
             time.sleep(0.1)
 
     def _exits(self) -> None:
-        """Exit handler: reports an unfinished run as failed, and ends a process that hangs on exit."""
+        """Reports an unfinished run as failed at exit, and ends a process that hangs there."""
         self.fail(SystemExit("the process exited in the middle of the run"))
         if self.failure:
             _end_process_after(EXIT_S)
@@ -440,10 +440,7 @@ def _end_process_after(seconds: float) -> None:
 def watch_hooks(trainer: AnyTrainer, progress: Progress, fail: Callable[[BaseException], None]) -> None:
     """Adds a callback, before all others, that passes a milestone at each of Lightning's hooks.
 
-    Args:
-        trainer: trainer of the run.
-        progress: progress of this rank.
-        fail: function called with an exception, before other callbacks handle it by collectives (a last checkpoint).
+    It calls `fail` with an exception before other callbacks handle it by collectives (a last checkpoint).
     """
     others = [c for c in trainer.callbacks if not isinstance(c, _Milestones)]  # drops that of an earlier run
     trainer.callbacks[:] = [_Milestones(progress, fail), *others]

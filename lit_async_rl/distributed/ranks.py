@@ -20,10 +20,7 @@ def data_parallel(trainer: AnyTrainer) -> tuple[int, int]:
 
 
 def num_copies(trainer: AnyTrainer) -> int:
-    """Number of ranks that train on the same data: those of one tensor-parallel group.
-
-    A sum over all ranks counts everything so often.
-    """
+    """Ranks of one tensor-parallel group, which train on the same data: a sum over all ranks counts all so often."""
     return int(trainer.world_size) // data_parallel(trainer)[0]
 
 

@@ -1,8 +1,8 @@
 """Scatters the micro-batches of a step from rank 0: flat tensors with a JSON header (safetensors), no pickle.
 
-Everything here runs in the main thread, over a gloo group, in the same order on all ranks: collectives must be issued
-in one order. Rank 0 first broadcasts the kind of message (a step, a reload of weights, or the end of the run) and the
-size of each rank's share, then scatters the shares.
+Everything here runs in the main thread, over a gloo group, in the same order on all ranks, as collectives must. Rank 0
+first broadcasts the kind of message (a step, a reload of weights, a probe, or the end of the run) and the size of each
+rank's share, then scatters the shares.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class StepScatter:
 
     Args:
         place: data-parallel position of this rank; tensor-parallel ranks share one.
-        num_places: number of data-parallel positions.
-        watch: detection of failed and hanging ranks, which bounds all waits here.
+        num_places: number of these positions.
+        watch: detects failed and hanging ranks, which bounds all waits here.
     """
 
     def __init__(self, place: int, num_places: int, watch: RankWatch) -> None:
@@ -129,7 +129,7 @@ class StepScatter:
 
     @contextmanager
     def making_step(self) -> Iterator[None]:
-        """Context in which rank 0 collects a step while the others wait; an error in it ends all ranks."""
+        """Context in which rank 0 collects a step while others wait; an error in it ends all ranks."""
         self.progress.align("waiting for rollouts", math.inf)  # the producer has its own timeout
         try:
             yield
@@ -141,7 +141,7 @@ class StepScatter:
         """This rank's micro-batches, or what all ranks do before them; None ends the run on all ranks. A collective.
 
         Args:
-            made: on rank 0 the step's micro-batches, with concurrent ones next to each other; ignored on other ranks.
+            made: the step's micro-batches on rank 0, concurrent ones next to each other; ignored on other ranks.
 
         Raises:
             RankError: another rank failed.
@@ -220,7 +220,7 @@ class StepScatter:
         return mine
 
     def _wait(self, work: Any) -> None:
-        """Waits for a collective by polling: a wait inside torch cannot be interrupted. Bounded by `watch`."""
+        """Waits for a collective by polling, because a wait inside torch cannot be interrupted. Bounded by `watch`."""
         began = time.monotonic()
         while not work.is_completed():
             self.watch.check()
@@ -234,13 +234,9 @@ class StepScatter:
 def connect(
     trainer: AnyTrainer, stall_s: float, silence_s: float, on_abandon: Callable[[], None]
 ) -> StepScatter | OneProcess:
-    """Connects the ranks of a run; afterwards the failure of one ends all. A collective: all ranks call.
+    """Connects the ranks of a run, perhaps a single one; afterwards the failure of one ends all. A collective.
 
-    Args:
-        trainer: trainer of the run, possibly with a single process.
-        stall_s: seconds without progress of a rank that others wait for, after which it counts as hung.
-        silence_s: seconds without a heartbeat after which a rank counts as dead.
-        on_abandon: function called before a hanging process is ended, see `RankWatch`.
+    `silence_s` is `timeout_s` of `RankWatch`; for the other arguments see there.
     """
     if trainer.world_size == 1:
         return OneProcess()
@@ -261,13 +257,13 @@ _num_rendezvous = itertools.count()  # of this process
 
 
 def limit_rendezvous(trainer: AnyTrainer, limit_s: float, settings: Mapping[str, str] | None = None) -> None:
-    """Limits the wait for ranks that do not start (killed, or machine lost), and compares their settings.
+    """Limits the wait for ranks that do not start (killed, or machine lost), and compares settings.
 
-    torch would wait for the strategy's `timeout`, 30 minutes by default, which stays the timeout of collectives. An
-    existing process group is checked at once, and used.
+    torch would wait for the strategy's `timeout`, 30 minutes by default, which stays that of collectives. An existing
+    process group is checked at once, and used.
 
     Args:
-        trainer: trainer that has not run yet.
+        trainer: that has not run yet.
         limit_s: longest time from the first rank's arrival to the last one's, in seconds.
         settings: values by name that must be the same on all ranks.
 
@@ -314,7 +310,7 @@ def _connect_in_time(trainer: AnyTrainer, set_up: Any, limit_s: float) -> None:
 
 
 def _check_group(trainer: AnyTrainer) -> None:
-    """Checks that a process group created before the run fits the trainer.
+    """Checks that an existing process group fits the trainer.
 
     Raises:
         ValueError: it does not; names the difference.

@@ -1,4 +1,4 @@
-"""Needs of actors, how they are killed, the last lines that their processes have written, and their errors."""
+"""Resources of actors, their end, the last lines of their logs, and their errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Resources:
     def restarting(self) -> dict[str, Any]:
         """Options of an actor that Ray starts again whenever its process or node is gone.
 
-        Calls are not tried again by Ray: whoever has made one knows what is missing.
+        Ray does not repeat calls: the caller knows what is missing.
         """
         return self.options | {"max_restarts": -1, "max_task_retries": 0}
 
@@ -71,10 +71,7 @@ class Resources:
 
 
 def is_refused(ray: Any, error: Exception, called: float) -> bool:
-    """Whether a call has failed because Ray is still bringing its actor back: it says so at once.
-
-    Later the process has died meanwhile, and `ActorDiedError` is for good.
-    """
+    """Whether a call failed at once, because Ray is still bringing its actor back; `ActorDiedError` is for good."""
     return time.monotonic() - called < REFUSED_S and not isinstance(error, ray.exceptions.ActorDiedError)
 
 
@@ -88,11 +85,9 @@ def kill_actor(ray: Any, actor: Any, is_for_good: bool) -> None:
 
 
 def log_of(ray: Any, place: Mapping[str, Any]) -> str:
-    """The last lines that a replica's process has written, for a message; empty where there are none.
+    """The last lines of an actor's log, for a message; empty where there are none.
 
-    Args:
-        ray: the module, connected.
-        place: answer of the replica's `start`.
+    `place` is one of `logs.read_place`.
     """
     if not place:
         return ""
@@ -103,12 +98,9 @@ def log_of(ray: Any, place: Mapping[str, Any]) -> str:
 
 
 def warn_with_log(ray: Any, text: str, place: Mapping[str, Any]) -> None:
-    """Warns of a lost replica; nobody waits for a log on another node, which may be gone, too.
+    """Warns of a lost replica, with the last lines of its log in the place of `{log}`.
 
-    Args:
-        ray: the module, connected.
-        text: of the warning, with `{log}` where the last lines go.
-        place: see `log_of`.
+    A log on another node, which may be gone, too, is read in a thread of its own.
     """
 
     def warn() -> None:

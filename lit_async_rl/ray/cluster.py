@@ -34,19 +34,16 @@ if TYPE_CHECKING:  # a run without pools needs none of it
 
 
 class RayCluster(ClusterSettings, Cluster):
-    """Where trainer ranks, engines, rewards and environments run.
+    """Places trainer ranks, engines, rewards and environments on a Ray cluster, or on a Ray of this machine.
 
-    That is a Ray cluster, or a Ray that is started on this machine for the run.
+    With more than one trainer rank, or with resources for one, Ray places the ranks: each is a process that runs the
+    same command, as under torchrun, and Lightning connects them. `trainer.devices` and `trainer.num_nodes` are set to
+    match. Otherwise the trainer runs where it is started, with as many processes as `trainer.devices` says. With more
+    than one engine replica, `data.engine` is wrapped in `RayEngine`. With `rewards`, actors call `data.reward`; with
+    `environments`, they play the episodes of `data.engine`. Both serve the leading rank, which samples.
 
-    With more than one trainer rank, or with resources for one, Ray places the ranks; each is a process of its own that
-    runs the same command as under torchrun, and Lightning connects them. Otherwise the trainer runs where it is
-    started, with as many processes as `trainer.devices` says. `trainer.devices` and `trainer.num_nodes` are set to
-    where the ranks are. With more than one engine replica `data.engine` is wrapped in `RayEngine`. With `rewards`
-    actors call `data.reward`, with `environments` they play the episodes of the environment of `data.engine`; both for
-    the leading rank, which samples.
-
-    Every node needs this package, the model and the configuration's files under the same paths, and a folder of runs
-    that all nodes share.
+    Every node needs this package, the model and the configuration's files under the same paths, and a shared folder of
+    runs.
 
     Example:
         ```python
@@ -65,11 +62,11 @@ class RayCluster(ClusterSettings, Cluster):
         rewards: actors that call the reward; None calls it in the leading rank.
         environments: actors that play episodes; None plays them in the leading rank.
         max_failures: how often the ranks start again, from the run's newest checkpoint, after one of them was killed,
-            lost its machine, or hung; -1 is without limit. A mistake (a setting out of range, a reward that raises)
-            would come again, and ends the run at once.
-        start_timeout_s: limit of the wait for room on the cluster, at the start, and for the ranks after a failure, and
-            of the time in which no actor for rewards or environments is there while one is needed.
-        dry_run: says what would be placed where, and whether the cluster can hold it, and does not train.
+            lost its machine, or hung; -1 is without limit. An error that would recur (a setting out of range, a reward
+            that raises) ends the run at once.
+        start_timeout_s: longest wait for room on the cluster, at the start and for the ranks after a failure; also the
+            longest time without an actor for rewards or environments while one is needed.
+        dry_run: prints what would be placed where, and whether the cluster can hold it, instead of training.
 
     Raises:
         ValueError: a setting is out of range.
@@ -109,7 +106,7 @@ class RayCluster(ClusterSettings, Cluster):
         self.start_timeout_s = start_timeout_s
 
     def actors_connected(self) -> AbstractContextManager[Any]:
-        """Context in which the actors of this process's run can be set up; empty if there are none.
+        """Context in which the run's actors can be set up; empty if there are none.
 
         Raises:
             SetupError: as `connected`, or there is no room.
@@ -129,8 +126,8 @@ class RayCluster(ClusterSettings, Cluster):
     def place_actors(self, trainer: pl.Trainer, data: RolloutDataModule) -> None:
         """Has a data module use the cluster's engines, rewards and environments in place of its own.
 
-        A callback may change the number of engines. Rewards and environments are those of the rank that samples:
-        others, which score a part of the held-out completions, would need actors of their own.
+        Only the rank that samples uses the actors of rewards and environments: the others, which score a part of the
+        held-out completions, would need their own.
         """
         if trainer.is_global_zero:
             scoring = data.scoring
@@ -151,7 +148,7 @@ class RayCluster(ClusterSettings, Cluster):
             callbacks.insert(0, ReplicaScaling(min_replicas=engines.least, max_replicas=engines.most))
 
     def replicate(self, engine: RolloutEngine) -> RolloutEngine:
-        """The engine in several replicas that Ray places, or as it is; an environment stays where the engine is."""
+        """The engine in replicas that Ray places, or as it is; an environment stays in this process."""
         if not self.has_replicas:
             return engine
         if isinstance(engine, MultiRequestEngine):
@@ -171,12 +168,7 @@ class RayCluster(ClusterSettings, Cluster):
         )
 
     def with_reward_actors(self, reward: Any, *, workers: int, timeout_s: float) -> Any:
-        """A reward that the actors of `rewards` call, or as it is.
-
-        Args:
-            reward: `data.reward`.
-            workers: calls under way of an `async` reward, see `data.scoring.workers`.
-            timeout_s: `data.scoring.timeout_s`.
+        """The reward as the actors of `rewards` call it, or as it is; `workers` and `timeout_s` are of `data.scoring`.
 
         Raises:
             ValueError: there is no reward.
@@ -195,7 +187,7 @@ class RayCluster(ClusterSettings, Cluster):
         return in_pool(reward, settings, calls=actors.calls, workers=workers, timeout_s=timeout_s)
 
     def with_environment_actors(self, engine: RolloutEngine) -> RolloutEngine:
-        """An engine whose environment the actors of `environments` play, or as it is.
+        """The engine with its environment in the actors of `environments`, or as it is.
 
         Raises:
             ValueError: it has no environment.

@@ -1,4 +1,4 @@
-"""Settings of a cluster of Ray, and the connection that they describe. Does not import ray."""
+"""Settings of a Ray cluster, and the connection to it. Does not import ray."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class EngineReplicas(_Placed):
 
     Args:
         replicas: number of engines, each an actor of Ray; 1 leaves the engine in the leading rank.
-        min: fewest of them; None is `replicas`. Where it is less than `max`, `ReplicaScaling` is among the callbacks.
-        max: most of them; None is `replicas`.
+        min: fewest replicas; None is `replicas`. If it is less than `max`, `ReplicaScaling` is added to the callbacks.
+        max: most replicas; None is `replicas`.
         resources: of one replica, as Ray counts them: `CPU`, `GPU`, `memory` in bytes, or a name of your own.
-        delta: between nodes only what has changed of the weights travels, see `RayEngine`.
+        delta: send only changes of weights between nodes, see `RayEngine`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -75,11 +75,11 @@ class RewardActors(_Placed):
     """Actors that call `data.reward`: `cluster.rewards`.
 
     Args:
-        actors: processes, each with the reward and all of its parts. A part that counts something for the whole run,
-            such as a judge with its budget, is called in one of them.
+        actors: processes, each with all parts of the reward. A part that counts something for the whole run, such as a
+            judge with its budget, is called in one of them.
         resources: of one actor, as Ray counts them: `CPU`, `GPU`, `memory` in bytes, or a name of your own.
-        calls: of plain rewards that one actor makes at a time, in threads: more than one for those that wait, such as
-            for programs in a sandbox. An `async` reward has its own number, or `data.scoring.workers` in all actors
+        calls: concurrent calls of a plain reward in one actor, in threads: more than one for a reward that waits, such
+            as for programs in a sandbox. An `async` reward has its own number, or `data.scoring.workers` in all actors
             together.
 
     Raises:
@@ -130,7 +130,7 @@ class ClusterSettings:
 
     @property
     def places_ranks(self) -> bool:
-        """Whether Ray starts the trainer's processes; a single rank without needs of its own never does."""
+        """Whether Ray starts the trainer's processes: not for a single rank without `trainer_resources`."""
         return self.trainer_ranks > 1 or self.trainer_resources is not None
 
     @property
@@ -140,7 +140,7 @@ class ClusterSettings:
 
     @property
     def has_actors(self) -> bool:
-        """Whether the process that samples uses actors: engines, rewards or environments."""
+        """Whether the process that samples uses actors."""
         return self.has_replicas or self.rewards is not None or self.environments is not None
 
     def check(self) -> None:
@@ -154,10 +154,10 @@ class ClusterSettings:
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
-        """Context with the module `ray`, connected to the cluster; what it starts on this machine, it ends.
+        """Context with the module `ray`, connected to the cluster; ends a Ray that it has started on this machine.
 
         Raises:
-            SetupError: Ray is not installed or not reachable, or a node asks for no token that other machines reach.
+            SetupError: Ray is not installed or not reachable, or a node that other machines reach asks for no token.
         """
         num_ranks = self.trainer_ranks if self.places_ranks else 0
         num_cpus = num_ranks * self.needs_of_rank(has_gpus=False).num_cpus
@@ -170,11 +170,7 @@ class ClusterSettings:
             runtime.release(self)
 
     def needs_of_rank(self, has_gpus: bool) -> Resources:
-        """Resources of one rank.
-
-        Args:
-            has_gpus: whether the trainer may use GPUs, and the cluster has some.
-        """
+        """Resources of one rank; `has_gpus` if the trainer may use GPUs, and the cluster has some."""
         given = {"CPU": DEFAULT_CPUS, "GPU": float(has_gpus)}
         return Resources(given if self.trainer_resources is None else self.trainer_resources)
 

@@ -1,7 +1,4 @@
-"""The actor that outlives a run's ranks: it has the job that they call, and their folder and result.
-
-It owns the replicas of the ranks' engines, see `ownership.py`.
-"""
+"""The actor that outlives a run's ranks, and owns the replicas of their engines, see `ownership.py`."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from typing import Any
 
 
 class Coordinator:
-    """State of one run, in an actor that the command owns: it outlives the ranks, and ends with the command.
+    """State of one run, its job, folder and result, in an actor that the command owns, and that ends with it.
 
     Args:
-        job: list with the reference of what a rank calls; not opened here.
+        job: list with the reference of the function that a rank calls; not opened here.
     """
 
     def __init__(self, job: list[Any]) -> None:
@@ -23,7 +20,7 @@ class Coordinator:
         self._replicas: dict[str, Any] = {}
 
     def job(self) -> list[Any]:
-        """The reference of what each rank calls."""
+        """The job, as given."""
         return self._job
 
     def tell_folder(self, folder: str) -> None:
@@ -45,7 +42,7 @@ class Coordinator:
     # -- the ranks' engines -------------------------------------------------------------------------------------------
 
     def replica(self, name: str, made: bytes, options: Mapping[str, Any]) -> Any:
-        """The actor of a replica, which is made unless there is one of this name; Ray ends it with this one."""
+        """The actor of a replica, made unless there is one of this name; Ray ends it with this one."""
         if name not in self._replicas:
             import ray
 

@@ -1,4 +1,4 @@
-"""Room on a cluster: what it lacks, and what Ray would place where. Ray is asked for its nodes only."""
+"""Room on a cluster: what it lacks, and what Ray would place where. Asks Ray only for its nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Role:
         setting: of their number.
         number: how many.
         needs: of each, by Ray's name of the resource.
-        is_packed: on as few nodes as possible; otherwise on as many.
+        is_packed: on as few nodes as possible, instead of as many.
     """
 
     setting: str
@@ -49,7 +49,7 @@ class Role:
 
 @dataclass
 class Node:
-    """A machine of the cluster, with what is left of it."""
+    """A machine of the cluster, with its free resources."""
 
     name: str
     left: dict[str, float]
@@ -72,13 +72,7 @@ class Node:
 
 
 def roles_of(cluster: ClusterSettings, has_gpus: bool, *, at_least: bool = False) -> list[Role]:
-    """Roles that Ray would place.
-
-    Args:
-        cluster: as it was configured.
-        has_gpus: whether the trainer may use GPUs, and the cluster has some.
-        at_least: only as many engines as a run begins with.
-    """
+    """Roles that Ray would place; with `at_least` only as many engines as a run begins with."""
     roles = []
     if cluster.places_ranks:
         needs = cluster.needs_of_rank(has_gpus=has_gpus).by_name
@@ -95,7 +89,7 @@ def roles_of(cluster: ClusterSettings, has_gpus: bool, *, at_least: bool = False
 
 
 def find_lack(roles: Sequence[Role], nodes: Sequence[Node]) -> str:
-    """Why nodes cannot hold the roles however they are placed, even if nothing else runs there; empty if they may."""
+    """Why nodes cannot hold the roles in any placement, even if nothing else runs there; empty if they may."""
     for role in roles:
         room = sum(node.room_for(role.needs) for node in nodes)
         if room < role.number:
@@ -118,32 +112,27 @@ def _total(names: Iterable[str], nodes: Sequence[Node]) -> str:
 
 
 def nodes_of(ray: Any) -> list[Node]:
-    """The machines of a cluster that are there, with all that they have."""
+    """The live machines of a cluster, with all their resources."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     return [Node(f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})", dict(node["Resources"])) for node in alive]
 
 
 @contextmanager
 def connected_with_room(cluster: ClusterSettings, *, uses_gpus: bool = False) -> Iterator[Any]:
-    """Context with the module `ray`, connected to a cluster that has enough for a run to begin, see `await_room`."""
+    """As `ClusterSettings.connected`, after `await_room`."""
     with cluster.connected() as ray:
         await_room(ray, cluster, uses_gpus=uses_gpus)
         yield ray
 
 
 def await_room(ray: Any, cluster: ClusterSettings, *, uses_gpus: bool) -> None:
-    """Waits until a cluster has enough for a run to begin, which others may use at the moment.
+    """Waits until a cluster has enough for a run to begin, even if others use it at the moment.
 
-    Meanwhile an autoscaler is told what is lacking: it adds nodes for what is asked for only, and placement groups come
-    later. Nobody waits on this machine alone, where no node joins.
-
-    Args:
-        ray: the module, connected.
-        cluster: as it was configured.
-        uses_gpus: whether a rank gets a GPU by default, if the cluster has some.
+    Meanwhile it asks an autoscaler for what is lacking, because placement groups come later. It does not wait on this
+    machine alone, where no node joins. With `uses_gpus`, a rank gets a GPU by default if the cluster has some.
 
     Raises:
-        SetupError: it has not, and no node has come within `cluster.start_timeout_s`; names setting and numbers.
+        SetupError: it has not enough after `cluster.start_timeout_s`; names setting and numbers.
     """
     from ray.autoscaler.sdk import request_resources
 
@@ -177,7 +166,7 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> None:
     """Fills the nodes as Ray would: ranks packed, all others spread.
 
     Raises:
-        SetupError: they do not fit; names the setting, what is needed, and what there is.
+        SetupError: they do not fit; names the setting, the need and the supply.
     """
     for role in roles:
         for number in range(role.number):
@@ -225,11 +214,7 @@ def described(cluster: ClusterSettings, roles: Sequence[Role], nodes: Sequence[N
 
 
 def print_dry_run(cluster: ClusterSettings, *, uses_gpus: bool) -> None:
-    """Prints what would be placed where.
-
-    Args:
-        cluster: as it was configured.
-        uses_gpus: whether a rank gets a GPU by default, if the cluster has some.
+    """Prints what would be placed where; `uses_gpus` as of `await_room`.
 
     Raises:
         SetupError: the cluster cannot hold it, or is not reachable.

@@ -1,8 +1,8 @@
 """Several engines as Ray actors behind the interface of one.
 
 `RayEngine` runs in the trainer's process, on the leading rank: admission, versions and the staleness bound are as with
-any engine. It publishes weights and waits for its replicas; `fleet.Fleet` has their life, and `requests.Requests` says
-which samples what.
+any engine. It publishes weights and waits for its replicas; `fleet.Fleet` manages them, and `requests.Requests` assigns
+requests to them.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -11,7 +11,7 @@ which samples what.
 | `load_weights` otherwise, and the first one | the first replica, and `OTHERS_S` for the others | Ray |
 | `setup` | `min_replicas`, at most `startup_timeout_s` | Ray |
 
-All of these handle every answer that comes (`Fleet.turn`), whichever call it belongs to.
+Each of these waits handles every answer that comes (`Fleet.turn`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 class RayEngine(EngineWrapper):
     """Replicas of any engine, each a Ray actor; on this machine, or wherever a Ray cluster has room.
 
-    Requests go to the replica with the fewest outstanding tokens, those of a session to the one that has its
-    beginning. What a replica has not finished when it dies, hangs, or answers something that cannot be right, others
-    sample; Ray starts it again, and it takes part as soon as it has proved to have the trainer's model and its current
-    weights: by their checksums, by a sampled token, and by log-probabilities of a fixed sequence.
+    Requests go to the replica with the fewest outstanding tokens, those of a session to the one that has its beginning.
+    When a replica dies, hangs, or gives an invalid answer, others sample what it has not finished, and Ray starts it
+    again. It takes part once it has proved to have the trainer's model and current weights: by their checksums, by a
+    sampled token, and by log-probabilities of a fixed sequence.
 
     With `sleep_level` of the inner engine, all replicas free their memory while a trainer on the same GPUs trains.
 
@@ -72,20 +72,20 @@ class RayEngine(EngineWrapper):
         num_gpus: of each replica, such as the engine's `tensor_parallel_size`; it sees only these.
         resources: other resources of each, by name.
         address: of a running Ray cluster; None is that of `RAY_ADDRESS`, or a Ray of this process on this machine.
-        min_replicas: training begins when so many are there, and others join later; None is all.
-        session_margin: a request leaves the replica that has its beginning when that has so many times the request's
-            own tokens more to do than the least loaded one.
+        min_replicas: training begins with so many, and others join later; None is all.
+        session_margin: a request leaves its session's replica if that has more outstanding tokens than the least loaded
+            one, by more than so many times the request's own.
         spread: places replicas on different nodes where possible, rather than on few.
-        delta: between nodes only what has changed bit by bit in the engine's dtype travels; the trainer and each
+        delta: send only the bitwise changes of weights, in the engine's dtype, between nodes; the trainer and each
             replica keep a copy of the weights in host memory for it.
 
     Attributes:
-        update_timeout_s: of the inner engine. A replica that takes longer for an update, or that holds requests and
-            gives no token for so long, counts as hung and is replaced.
+        update_timeout_s: of the inner engine. A replica that takes longer for an update, or gives no token for so long
+            while it holds requests, counts as hung and is replaced.
         startup_timeout_s: of the inner engine; also the longest time without any replica.
         num_lost: replicas lost so far.
-        held_s: seconds in which the trainer waited for some replicas to take weights that others had, or that did not
-            answer; while another replica is ready it does not wait.
+        held_s: seconds in which the trainer waited for replicas that did not answer, or that were later than others to
+            take weights; it does not wait while another replica is ready.
 
     Raises:
         ValueError: a setting is out of range, or the engine cannot be a replica.
@@ -181,7 +181,7 @@ class RayEngine(EngineWrapper):
         return f"{num} of {self.min_replicas} replicas have started; each loads the model, and {self._room()}"
 
     def _room(self) -> str:
-        """Needs of a replica, and what the cluster has of that, for messages."""
+        """Needs of a replica, and the cluster's supply, for messages."""
         try:
             has = self._ray.cluster_resources()
             free = self._ray.available_resources()
@@ -198,7 +198,7 @@ class RayEngine(EngineWrapper):
 
     @property
     def pids(self) -> list[int]:
-        """Processes of the replicas, as far as they are known."""
+        """Known processes of the replicas."""
         with self._fleet.lock:
             return [entry.place["pid"] for entry in self._fleet.entries if entry.place]
 
@@ -210,7 +210,7 @@ class RayEngine(EngineWrapper):
         Raises:
             SetupError: Ray is not installed, or not to be reached.
             StalledError: too few replicas had started within `startup_timeout_s`.
-            EngineError: a replica's process ended. Errors of an engine are raised as they are.
+            EngineError: a replica's process ended. An engine's own errors are raised as they are.
         """
         self._ray = runtime.connect(self.address, self.replicas * self.num_cpus, user=self)
         actors = ReplicaActors(self._ray, self.engine, model=model, resources=self._resources)
@@ -231,9 +231,9 @@ class RayEngine(EngineWrapper):
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Puts the weights into the object store once, and has all replicas load them.
 
-        In flight the trainer does not wait for them: a replica samples no request that is submitted afterwards before
-        it has accepted these weights, and what it samples from them counts when its checksums have come. One that has
-        not even accepted the weights before these gets no requests until it has caught up.
+        In flight, the trainer does not wait for them: a replica samples later requests only after it has accepted these
+        weights, and its samples count once its checksums have come. A replica that has not even accepted the previous
+        weights gets no requests until it has caught up.
 
         Raises:
             EngineError: the object store is full, or no replica is left.
@@ -276,7 +276,7 @@ class RayEngine(EngineWrapper):
                     fleet.lose(entry, "did not free its memory, which the trainer needs")
 
     def _await_acceptance(self, what: str, others_s: float) -> None:
-        """Waits until a replica has accepted what it was sent, and `others_s` for the others, which are behind then.
+        """Waits for a replica to accept what it was sent, and `others_s` for the others, which are then behind.
 
         If none accepts it within the limit, all are lost.
         """
@@ -308,7 +308,7 @@ class RayEngine(EngineWrapper):
                 self.held_s += time.monotonic() - turned
 
     def _await_first(self) -> None:
-        """Waits for a replica that has proved to have the first weights, and `OTHERS_S` for `min_replicas` of them."""
+        """Waits until a replica has proved to have the first weights, and `OTHERS_S` for `min_replicas` of them."""
         deadline = clock.now() + self._fleet.hang_s
         is_first = True
         while self.num_ready < self.min_replicas and clock.now() < deadline:
@@ -329,7 +329,7 @@ class RayEngine(EngineWrapper):
         return states[0] if self.replicas == 1 else torch.stack(states)
 
     def set_random_state(self, state: Tensor) -> None:
-        """Restores the states of as many replicas; those of another number of replicas are left out."""
+        """Restores the states; ignores those of another number of replicas."""
         states = [state] if state.dim() == 1 else list(state)
         if len(states) != self.replicas:
             log.warning(
@@ -406,7 +406,7 @@ class RayEngine(EngineWrapper):
     # -- more or fewer replicas ---------------------------------------------------------------------------------------
 
     def resize(self, replicas: int) -> None:
-        """Starts further replicas, or takes some out: they finish what they have, and are ended then.
+        """Starts further replicas, or ends some after their running requests.
 
         Raises:
             ValueError: there must be at least one.
@@ -420,7 +420,7 @@ class RayEngine(EngineWrapper):
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the replicas, or leaves them to the next start of the trainer; unblocks `poll` and `load_weights`."""
+        """Ends the replicas, or leaves them to the trainer's next start; unblocks `poll` and `load_weights`."""
         self._fleet.close(self.has_failed)
         self._store = None
 

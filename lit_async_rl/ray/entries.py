@@ -1,4 +1,4 @@
-"""Replicas as the trainer's side sees them: state, assignments, and validation of their answers."""
+"""Replicas as the trainer sees them: state, assignments, and validation of their answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_SAMPLES_TO_FORGIVE = 1000
 
 
 class State(enum.Enum):
-    """Of a replica, see above."""
+    """State of a replica, see `fleet`."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -32,12 +32,11 @@ class Part:
     """Samples of a request that are to be assigned.
 
     Args:
-        request: as it was submitted, or of what is left of it.
+        request: as it was submitted, or its rest.
         samples: which of the request's samples.
-        unwanted: positions among them: those that came before, sampled once more.
-        num_lost: replicas in a row that were lost while they had it, without a sample of it in between.
-        origin: id of the request as it was submitted, if they were cancelled on one replica and are continued on
-            another, under an id of their own.
+        unwanted: positions among them that have come before, and are sampled once more.
+        num_lost: replicas in a row that were lost with it, without a sample of it in between.
+        origin: id of the submitted request, if another replica continues its samples under a new id.
         begun: tokens of the only sample so far, as of that request; None if it starts over.
     """
 
@@ -56,7 +55,7 @@ class Part:
     def without(self, positions: Set[int]) -> Part:
         """The rest of it when the samples at these positions have come.
 
-        Random numbers of a request with a seed belong to its samples' numbers: it is sampled as a whole.
+        A request with a seed is sampled as a whole, because its random numbers depend on the samples' numbers.
         """
         if self.request.seed is not None:
             return replace(self, unwanted=self.unwanted | positions)
@@ -70,9 +69,9 @@ class Assignment:
 
     Args:
         number: unique; answers to earlier assignments of the same request are late.
-        part: what it is asked for; the replica's numbers are positions among its samples.
+        part: what it is asked for; the replica numbers samples by their positions in it.
         oldest: version that its replica has at least.
-        received: positions of the samples that have come; those that others continue, also.
+        received: positions of the samples that have come, or that others continue.
     """
 
     number: int
@@ -103,15 +102,7 @@ class Assignment:
     def fault(
         self, completion: Completion, *, newest: int, vocab_size: int, max_model_len: int, is_partial: bool
     ) -> str:
-        """Describes what is wrong with a completion of this assignment; empty if it is valid.
-
-        Args:
-            completion: as the replica numbers its samples.
-            newest: version that the replica was sent.
-            vocab_size: of the policy.
-            max_model_len: tokens of prompt and completion.
-            is_partial: it is not finished.
-        """
+        """Fault in a completion, numbered as its replica does, with versions up to `newest`; empty if it is valid."""
         position = completion.sample_index
         num_samples = len(self.part.samples)
         if type(position) is not int or not 0 <= position < num_samples:
@@ -137,9 +128,9 @@ class Assignment:
         """Cancels what has not come, and returns it as parts for other replicas; that is no loss.
 
         Args:
-            begun: tokens so far of samples, by the replica's numbers; the others start over.
-            ids: unused ones. This replica may be asked for this request again, if the weights of a sample that has
-                come turn out to be wrong.
+            begun: partial samples by the replica's numbers; the others start over.
+            ids: unused ones: this replica may be asked for the request again, if the weights of a received sample turn
+                out to be wrong.
         """
         if self.request.seed is not None:
             begun = {}
@@ -157,7 +148,7 @@ class Assignment:
         return parts
 
     def whole(self, completion: Completion) -> Completion:
-        """A completion, numbered as of the replica, as it was asked for: with what another replica has sampled."""
+        """A replica's completion as it was requested: renumbered, and with the tokens of an earlier replica."""
         part = self.part
         sample = part.samples[completion.sample_index]
         named = replace(completion, request_id=part.submitted_id, sample_index=sample)
@@ -166,7 +157,7 @@ class Assignment:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A completion that has come, of number `position` of an assignment; `num_tokens` is what that no longer costs."""
+    """A completion that has come, at `position` of an assignment, whose cost falls by `num_tokens`."""
 
     assignment: Assignment
     position: int
@@ -176,7 +167,7 @@ class Sample:
 
 @dataclass(eq=False, kw_only=True)
 class ReplicaProcess:
-    """State of one process of a replica as the trainer's side sees it; the next process begins with a new one."""
+    """State of one process of a replica; the next process begins with a new one."""
 
     held: dict[int, Assignment] = field(default_factory=dict)  # by request
     latest: int = 0  # number of its latest assignment
@@ -202,7 +193,7 @@ class ReplicaProcess:
 
 @dataclass(eq=False)
 class ReplicaEntry(ReplicaProcess):
-    """A replica as the trainer's side sees it."""
+    """A replica as the trainer sees it."""
 
     number: int
     actor: Any = None
@@ -226,11 +217,9 @@ class ReplicaEntry(ReplicaProcess):
         return f"replica {self.number} ({describe_place(self.place)})"
 
     def fail(self, reason: str, is_running: bool) -> None:
-        """Counts a loss.
+        """Counts a loss, whose `reason` completes "replica 3 ...".
 
-        Args:
-            reason: completes "replica 3 ...".
-            is_running: its process did wrong, and did not just end.
+        With `is_running`, the process did wrong, rather than just end.
         """
         self.why = reason
         self.num_failures += 1
@@ -244,7 +233,7 @@ class ReplicaEntry(ReplicaProcess):
         vars(self).update(vars(ReplicaProcess()))
 
     def skip(self, seconds: float) -> None:
-        """Leaves out of its times a while in which nobody could hear it."""
+        """Excludes a while in which nobody could hear it from its times."""
         self.began = self.began and self.began + seconds
         self.heard += seconds
         self.answered += seconds
@@ -252,7 +241,7 @@ class ReplicaEntry(ReplicaProcess):
 
     @property
     def may_prove(self) -> bool:
-        """Whether it was given weights and not asked yet to prove what it computes with them."""
+        """Whether it has weights, and was not asked yet to prove what it computes with them."""
         return self.state is State.LOADING and self.sent >= 0 and not self.is_proving
 
     @property
@@ -277,13 +266,9 @@ class ReplicaEntry(ReplicaProcess):
     def unpack(
         self, answer: Mapping[str, Any], *, vocab_size: int, max_model_len: int, is_partial: bool = False
     ) -> tuple[list[Sample], str]:
-        """Validated completions of an answer up to the first that cannot be right, and what is wrong with that.
+        """Valid completions of an answer up to the first that is wrong, and its fault.
 
-        Args:
-            answer: of `take` or `partial_completions`; finished samples count as received from now on.
-            vocab_size: of the policy.
-            max_model_len: tokens of prompt and completion.
-            is_partial: they are not finished.
+        The answer is that of `take`, whose samples count as received from now on, or of `partial_completions`.
 
         Raises:
             KeyError, TypeError, ValueError: it is no such answer.

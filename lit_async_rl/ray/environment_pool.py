@@ -1,6 +1,6 @@
 """Environments in a pool of Ray actors: `cluster.environments`.
 
-An episode lives in the actor that has started it. If that process is lost, the next answer of the episode is an
+An episode lives in the actor that has started it. If that process is lost, the episode's next call raises an
 `EnvironmentFailure`, and `EpisodeEngine` plays it again from the first turn, in another actor.
 """
 
@@ -37,12 +37,7 @@ EPISODES = "episodes"  # that a process has
 
 
 class EnvironmentPool(ActorPool):
-    """Actors that play the episodes of an environment.
-
-    Args:
-        settings: of the pool.
-        environment: of the run.
-    """
+    """Actors that play the episodes of the run's environment."""
 
     def __init__(self, settings: PoolSettings, environment: Environment) -> None:
         super().__init__(settings)
@@ -70,7 +65,7 @@ class EnvironmentPool(ActorPool):
                 one.set_exception(error)
 
     async def find(self) -> Process:
-        """Waits for an actor; the one with the fewest episodes.
+        """Waits for an actor; returns the one with the fewest episodes.
 
         Raises:
             NoActors: there will be none.
@@ -83,12 +78,7 @@ class EnvironmentPool(ActorPool):
 
 
 class RayEnvironment(RemoteProxy, Environment):
-    """Stands for an environment whose episodes the actors of a pool play.
-
-    Args:
-        pool: the actors.
-        environment: as it was configured.
-    """
+    """Stands for an environment whose episodes the actors of a pool play."""
 
     def __init__(self, pool: EnvironmentPool, environment: Environment) -> None:
         self.pool = pool
@@ -128,11 +118,7 @@ class RayEnvironment(RemoteProxy, Environment):
 
 
 class RayEpisode(Episode):
-    """An episode in an actor.
-
-    Args:
-        pool: of the actor.
-    """
+    """An episode in an actor of a pool."""
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self._pool = pool
@@ -161,7 +147,7 @@ class RayEpisode(Episode):
         return Observation(text=answer["text"], reward=answer["reward"], done=answer["done"], state=answer["state"])
 
     async def close(self) -> None:
-        """Closes it in its process; nothing where that is gone.
+        """Closes it in its process, if that still exists.
 
         Raises:
             EnvironmentFailure: its `close` raised.
@@ -170,12 +156,12 @@ class RayEpisode(Episode):
             await self._run(self._end())
 
     def begin_end(self) -> None:
-        """Closes it without waiting for that; its process may be gone, and the episode with it."""
+        """Closes it without waiting."""
         with contextlib.suppress(LostProcess):
             self._pool.begin(self._end())
 
     async def _run(self, coroutine: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-        """Answer of the actor to one of the coroutines below, which run in the pool's loop."""
+        """Answer of the actor, from one of the coroutines below, which run in the pool's loop."""
         try:
             answer = await self._pool.run(coroutine)
         except LostProcess as error:
@@ -210,7 +196,7 @@ class RayEpisode(Episode):
 
 
 def _find_wrong(answer: dict[str, Any]) -> str:
-    """Fault in an observation, in words; empty if valid, or if there is an error in its place."""
+    """Fault in an observation, in words; empty if it is valid, or an error."""
     if answer.get("error") is not None:
         return ""
     kinds = FIELDS if answer.get("state") is None else FIELDS | {"state": str}

@@ -1,4 +1,4 @@
-"""The actor of a pool for environments: its episodes, all in one event loop, as in a run without Ray."""
+"""The actor of a pool for environments: all its episodes run in one event loop, as without Ray."""
 
 from __future__ import annotations
 

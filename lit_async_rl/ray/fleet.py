@@ -19,10 +19,10 @@ The life of a replica:
         v
     GIVEN_UP   the run goes on with the others; without any the engine fails, with the last reason
 
-What a replica holds that is silent, or LOADING again, others continue after a while (`_move_on`): from its tokens so
+After a while others continue what a replica holds that is silent, or LOADING again (`_move_on`): from its tokens so
 far, if it answers.
 
-Apart from `engine.py`, which has the interface of an engine and the waits of its callers: here only `turn` waits.
+Only `turn` waits here; `engine.py` has the interface of an engine and the waits of its callers.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """All replicas of an engine, from the trainer's side.
+    """All replicas of an engine, as the trainer sees them.
 
-    `turn` handles every answer that comes, in whichever thread calls it. `lock` guards the state, and is never held
-    while something is awaited; public methods take it themselves unless they say otherwise.
+    `turn` handles every answer that comes, in the thread that calls it. `lock` guards the state, and is never held
+    during a wait; public methods take it themselves unless they say otherwise.
 
     Args:
         session_margin: of `Placement`.
@@ -88,12 +88,12 @@ class Fleet:
     Attributes:
         engine: of which each replica makes one, from `start` on.
         entries: the replicas.
-        requests: what they sample.
-        weights: what they sample it from.
+        requests: those that they sample.
+        weights: those that they sample from.
         error: why the engine has failed; None while it has not.
         closed: whether `close` was called.
         has_been_ready: whether any replica ever was.
-        none_since: since when no replica is ready, after the first weights; None while one is.
+        none_since: time since when no replica is ready, after the first weights; None while one is.
         is_asleep: whether the replicas were asked to free their memory.
         num_lost: replicas lost so far.
         busy_s: mean over the replicas.
@@ -135,31 +135,24 @@ class Fleet:
 
     @property
     def ready(self) -> list[ReplicaEntry]:
-        """Those that have proved to have the newest weights, or those before. The lock is held."""
+        """Replicas that have proved to have the newest weights, or the previous ones. The lock is held."""
         return [entry for entry in self.entries if entry.state is State.READY]
 
     @property
     def num_tokens(self) -> int:
-        """Sampled so far, by all processes."""
+        """Tokens sampled so far, by all processes."""
         with self.lock:
             return self._num_tokens_before + sum(entry.num_tokens for entry in self.entries)
 
     @property
     def needs_probe(self) -> bool:
-        """Whether a replica that comes back can prove only with one that it computes what the trainer computes."""
+        """Whether a replica that comes back needs a probe to prove that it computes what the trainer does."""
         with self.lock:
             is_missing = self.weights.can_probe and self.weights.probe is None
             return is_missing and any(entry.may_prove for entry in self.entries)
 
     def start(self, ray: Any, engine: RolloutEngine, *, model: str, actors: ReplicaActors, number: int) -> None:
-        """Starts so many replicas.
-
-        Args:
-            ray: the module, connected.
-            engine: of which each makes one.
-            model: that they load.
-            actors: makes and ends them.
-            number: of replicas; those beyond it that an earlier start of the trainer has left are ended.
+        """Starts `number` replicas, and ends those beyond it that an earlier start of the trainer has left.
 
         Raises:
             EngineError: `close` was called before.
@@ -188,12 +181,7 @@ class Fleet:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def give(self, table: Table, probe: Probe | None) -> None:
-        """Has all replicas load these weights: one that is still loading when it has accepted what it reads now.
-
-        Args:
-            table: of the weights, in the object store.
-            probe: of these weights.
-        """
+        """Has all replicas load these weights; one that still loads does so after those that it reads now."""
         with self.lock:
             ref = self._ray.put([tuple(place) for place in table.contents])
             self.weights.replace(table, ref, probe, entries=self.entries)
@@ -207,7 +195,7 @@ class Fleet:
                     self.fall_behind(entry)
 
     def take_probe(self, probe: Probe) -> None:
-        """Has the replicas that wait for it prove what they compute; those that still load do so later."""
+        """Has the replicas that wait for it prove what they compute, and those that still load later."""
         with self.lock:
             if probe.version != self.weights.version:
                 return
@@ -217,7 +205,7 @@ class Fleet:
                     self._ask_for_proof(entry)
 
     def fall_behind(self, entry: ReplicaEntry) -> None:
-        """Sends no requests to a replica until it has caught up, and no weights before those. The lock is held."""
+        """Sends a replica neither requests nor newer weights until it has caught up. The lock is held."""
         entry.state = State.LOADING
         entry.behind = entry.heard = time.monotonic()
         self.requests.placement.remove(entry.number)
@@ -244,7 +232,7 @@ class Fleet:
             self._ask_for_proof(entry)
 
     def _ask_for_proof(self, entry: ReplicaEntry) -> None:
-        """Once after each start; the replica takes no newer weights before it has answered. The lock is held."""
+        """Asks once after each start; the replica takes no newer weights before it has answered. The lock is held."""
         entry.is_proving = True
         entry.heard = time.monotonic()
         token_ids = () if self.weights.probe is None else self.weights.probe.token_ids
@@ -272,7 +260,7 @@ class Fleet:
     def _readmit(self, entry: ReplicaEntry) -> None:
         """Lets requests go to a replica that has accepted the newest weights and has proved to have them.
 
-        One that was behind has done so before: as of any that is READY, the weights before the newest will do.
+        A replica that was behind has proved itself before: the previous weights suffice, as for any that is READY.
         """
         if entry.state is not State.LOADING or entry.proved < 0:
             return
@@ -301,7 +289,7 @@ class Fleet:
     # -- more or fewer ------------------------------------------------------------------------------------------------
 
     def resize(self, replicas: int) -> None:
-        """Starts further replicas, or takes some out: they finish what they have, and are ended then."""
+        """Starts further replicas, or ends some after their running requests."""
         with self.lock:
             staying = [entry for entry in self.entries if not entry.is_draining]
             for entry in [one for one in self.entries if one.is_draining][: max(0, replicas - len(staying))]:
@@ -349,7 +337,7 @@ class Fleet:
         self._call(entry, self._started, "start", sampled_model(self._model))
 
     def _may_still_start(self, entry: ReplicaEntry, error: Exception) -> bool:
-        """Whether Ray is still bringing a replica back. One that it has given up for good gets a new actor later."""
+        """Whether Ray is still bringing a replica back. If it has given up, the replica gets a new actor later."""
         if isinstance(error, self._ray.exceptions.ActorDiedError):  # such as a class that cannot be imported there
             self._actors.end(entry.number, entry.actor)
             entry.actor = None
@@ -399,7 +387,7 @@ class Fleet:
             self._call(entry, self._taken, "take", TAKE_TIMEOUT_S)
 
     def _receive(self, entry: ReplicaEntry, answer: Mapping[str, Any]) -> bool:
-        """Files what a replica hands over; False if that has failed, or the replica is lost with it."""
+        """Files what a replica hands over; False if that has failed or has lost the replica."""
         if "reports" not in answer:
             return False
         now = time.monotonic()
@@ -435,9 +423,9 @@ class Fleet:
         return not problem
 
     def _move_on(self, entry: ReplicaEntry, now: float) -> None:
-        """Has others continue what a replica holds that is behind or silent, as far as they have room.
+        """Has others continue what a replica that is behind or silent holds, as far as they have room.
 
-        Each request once. The lock is held.
+        Each request moves once. The lock is held.
         """
         if self.requests.go_to(entry) or (entry.behind is None and not entry.is_silent):
             return
@@ -486,7 +474,7 @@ class Fleet:
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def _look_after(self, now: float) -> None:
-        """Starts replicas anew that wait for it, and loses those that hang. The lock is held."""
+        """Restarts replicas that wait for it, and loses those that hang. The lock is held."""
         still_s = now - self._looked  # nobody looked: this process stood still, or was not asked for tokens
         if still_s < LOOK_INTERVAL_S:
             return
@@ -519,7 +507,7 @@ class Fleet:
             self.error = self.error or StalledError(f"no replica was ready within {limit}: {reasons}")
 
     def _say_if_silent(self, entry: ReplicaEntry, now: float) -> None:
-        """Names a replica that all others may have to wait for, long before it counts as hung."""
+        """Warns of a replica that the run may be waiting for, long before it counts as hung."""
         if entry.state not in (State.LOADING, State.READY) or entry.is_silent:
             return
         is_idle = entry.state is State.READY and bool(entry.held) and now - entry.heard > IDLE_S
@@ -538,13 +526,10 @@ class Fleet:
     def lose(
         self, entry: ReplicaEntry, reason: str, *, is_running: bool = True, failure: Mapping[str, str] | None = None
     ) -> None:
-        """Takes a replica out; others sample what it has not finished, and Ray starts it again. The lock is held.
+        """Removes a replica; others sample what it has not finished, and Ray starts it again. The lock is held.
 
-        Args:
-            entry: the replica.
-            reason: completes "replica 3 ...".
-            is_running: its process may still run, and is killed.
-            failure: error of its engine, as plain data.
+        `reason` completes "replica 3 ...", and `failure` is an error of its engine as plain data. With `is_running`,
+        its process may still run, and is killed.
         """
         was_in = entry.state in (State.READY, State.LOADING)
         is_new = entry.left is None  # else its failure says nothing about a new process
@@ -605,7 +590,7 @@ class Fleet:
         self._calls[ref] = entry, handle
 
     def _tell(self, entry: ReplicaEntry, name: str, *args: Any) -> None:
-        """Calls a replica, whose answer says nothing unless it is an error. The lock is held."""
+        """Calls a replica, and ignores its answer unless that is an error. The lock is held."""
         self._call(entry, lambda entry, answer: None, name, *args)
 
     def _forget_calls(self, entry: ReplicaEntry) -> None:
@@ -658,14 +643,14 @@ class Fleet:
             self.lose(entry, f"has failed: {failure['type']}: {failure['message']}", failure=failure)
 
     def ask(self, entries: Sequence[ReplicaEntry], name: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """References of the answers of replicas that nobody but the caller waits for. The lock is held."""
+        """References of answers that only the caller waits for. The lock is held."""
         trainer = self._actors.trainer
         return [call_actor(entry.actor, name, trainer, *one) for entry, one in zip(entries, args, strict=True)]
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def close(self, has_failed: bool) -> None:
-        """Ends the replicas, or leaves them to the next start of the trainer, unless the engine has failed."""
+        """Ends the replicas, or leaves them to the trainer's next start unless the engine has failed."""
         with self.lock:
             if self.closed:
                 return

@@ -1,4 +1,4 @@
-"""Is a replica's model the trainer's, and does it compute the same? Compared before it gets requests."""
+"""Checks before a replica gets requests that it has the trainer's model, and computes the same."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ IGNORED_FIELDS = frozenset(
 
 
 def describe_model(model: str) -> dict[str, Any]:
-    """A process's view of a model name, as JSON values: configuration, and versions of the packages that read it."""
+    """A model as this process reads it, in JSON values: configuration, and versions of the packages that read it."""
     fields = load_config(model).get_text_config().to_dict()
     kept = {name: value for name, value in fields.items() if name not in IGNORED_FIELDS and value is not None}
     return {
@@ -59,7 +59,7 @@ def describe_model(model: str) -> dict[str, Any]:
 
 
 def find_other_model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """How a replica's `describe_model` differs from the trainer's, in words that follow its name; empty if nowhere."""
+    """Difference of a replica's `describe_model`, in words that follow its name; empty if there is none."""
     if found["package"] != expected["package"]:
         return (
             f"runs lit-async-rl {found['package']}, the trainer {expected['package']}: install the same version there"
@@ -71,13 +71,9 @@ def find_other_model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> s
 
 
 def difference(found: Mapping[str, Any], expected: Mapping[str, Any], common_only: bool, prefix: str = "") -> str:
-    """First difference of two configurations, as `its rope_theta is 500, ours 10000`; empty if they are equal.
+    """First difference of a replica's configuration, as `its rope_theta is 500, ours 10000`; empty if there is none.
 
-    Args:
-        found: configuration of the replica.
-        expected: configuration of the trainer.
-        common_only: ignore fields that only one of them has, as between versions of transformers.
-        prefix: prefix of names in the message.
+    With `common_only`, fields that only one side has are ignored, as between versions of transformers.
     """
     names = found.keys() & expected.keys() if common_only else found.keys() | expected.keys()
     for name in sorted(names):
@@ -92,12 +88,9 @@ def difference(found: Mapping[str, Any], expected: Mapping[str, Any], common_onl
 
 
 def find_other_arithmetic(answer: Mapping[str, Any], version: int, probe: Probe | None) -> str:
-    """Fault in a replica's proof, in words that follow its name; empty if valid.
+    """Fault in a replica's proof of a version, in words that follow its name; empty if valid.
 
-    Args:
-        answer: of `Replica.prove`.
-        version: that it was to prove.
-        probe: log-probabilities of the trainer with that version, if they are known.
+    The answer is that of `Replica.prove`; `probe` has the trainer's log-probabilities, if known.
     """
     if list(answer["versions"]) != [version]:
         return f"tags new tokens with versions {list(answer['versions'])}, not {version}"

@@ -1,12 +1,12 @@
-"""Starts a run's trainer ranks on Ray, shows what they say, passes signals on, and returns how they ended.
+"""Starts a run's trainer ranks on Ray, shows their output, passes signals on, and returns how they ended.
 
     command ──starts, signals──▶ actor of a rank ──▶ process of the rank (torchrun's variables)
        ▲                          │     ▲                  │
        └──── output, its end ─────┘     └──── output ──────┘
 
-A placement group holds the actors, packed, and a new one those of the next start after a failure. Everything else is
-the run's own, as under torchrun: Lightning connects the ranks, and checkpoints, queue included, are what a new start
-resumes from. An autoscaler sees the group for which there is no room yet.
+A placement group holds the actors, packed; after a failure the next start makes a new one. Everything else is as under
+torchrun: Lightning connects the ranks, and a new start resumes from a checkpoint, queue included. An autoscaler sees
+the group for which there is no room yet.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def launch(cluster: ClusterSettings, job: Callable[[Place], None], *, uses_gpus:
     """Runs `job` in each of the cluster's trainer ranks, until all have ended.
 
     Args:
-        cluster: says where.
-        job: called in the main thread of each rank; it and what it refers to must be importable, or be pickled.
+        cluster: where they run.
+        job: called in the main thread of each rank; must be importable or picklable, with all that it refers to.
         uses_gpus: whether a rank gets a GPU by default, if the cluster has some.
 
     Raises:
@@ -103,7 +103,7 @@ class _EndedAtOnce(Exception):
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """Signals that ask for the run's end, in order; the process goes on. Other threads than the main one get none."""
+    """Signals that ask for the run's end, in order, instead of ending the process; only the main thread gets any."""
     received: list[int] = []
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -118,13 +118,7 @@ def _received_signals() -> Iterator[list[int]]:
 
 
 class _Run:
-    """One run of ranks, seen from the command.
-
-    Args:
-        ray: the module, connected.
-        cluster: says how many ranks, and how often they may fail.
-        resources: of one rank, as Ray counts them.
-    """
+    """One run of ranks, as the command sees it; `resources` are those of one rank."""
 
     def __init__(self, ray: Any, cluster: ClusterSettings, resources: Resources) -> None:
         self._ray = ray
@@ -139,7 +133,7 @@ class _Run:
     def coordinated(self, job: Callable[[Place], None]) -> Iterator[None]:
         """Context with the coordinator; the engines that it owns end with it.
 
-        It is on the command's own node: on another one the loss of that would end the run.
+        It is on the command's own node, because the loss of another node must not end the run.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -160,7 +154,7 @@ class _Run:
         """Starts the ranks, and again after a failure, and returns when the run is over.
 
         Args:
-            received: signals for the ranks, to which others are added meanwhile.
+            received: signals for the ranks; more are added meanwhile.
 
         Raises:
             RankError: they failed too often.
@@ -195,7 +189,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _actors(self) -> Iterator[list[Any]]:
-        """Context with an actor for each rank, in a placement group; all end with it, and their processes with them."""
+        """Context with an actor for each rank, in a placement group; all end with it, and so do their processes."""
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -218,13 +212,7 @@ class _Run:
             remove_placement_group(group)
 
     def _start(self, actors: Sequence[Any], attempt: int, cause: Ended | None) -> Start:
-        """Starts the process of each rank.
-
-        Args:
-            actors: one for each rank, in any order.
-            attempt: number of the start, from 0.
-            cause: of the start, if it is not the first.
-        """
+        """Starts the process of each rank, on actors in any order; `cause` is the end of a rank before, if any."""
         cwd = os.getcwd()
         folder = self._ask("folder")
         spots = self._answers([actor.spot.remote(cwd, folder) for actor in actors])
@@ -257,14 +245,10 @@ class _Run:
         return list(self._ray.get(list(references)))
 
     def _await(self, attempt: Callable[[float], bool], problem: str) -> None:
-        """Waits for what the ranks need before they begin.
-
-        Args:
-            attempt: waits so many seconds; whether it has come.
-            problem: the message's predicate if it does not come.
+        """Waits until `attempt`, which waits so many seconds, is true; `problem` is the predicate of the error.
 
         Raises:
-            SetupError: it has not come in time.
+            SetupError: it was not true in time.
             _EndedAtOnce: a signal came meanwhile.
         """
         limit_s = self._cluster.start_timeout_s
@@ -276,11 +260,7 @@ class _Run:
             raise SetupError(str(error)) from None
 
     def _end_if_asked(self) -> None:
-        """Ends the run at a signal while nothing has begun that could be saved.
-
-        Raises:
-            _EndedAtOnce: there was one.
-        """
+        """Raises `_EndedAtOnce` after a signal, while there is nothing to save yet."""
         if self._received:
             raise _EndedAtOnce(self._received[0])
 
@@ -291,7 +271,7 @@ class Rank:
 
     Args:
         actor: number of its actor.
-        variables: of torchrun, by which Lightning finds the others, and the GPUs that it sees.
+        variables: of torchrun, by which Lightning finds the others, and the visible GPUs.
     """
 
     actor: int
@@ -299,9 +279,9 @@ class Rank:
 
 
 def ranked(spots: Sequence[Spot]) -> list[Rank]:
-    """Numbers the ranks node by node, in a node by their GPUs; each sees all GPUs of the ranks on its node.
+    """Numbers the ranks node by node, and within a node by their GPUs.
 
-    With these, as under torchrun, Lightning chooses one by the local rank.
+    Each sees all GPUs of the ranks on its node, of which Lightning chooses one by the local rank, as under torchrun.
 
     Raises:
         SetupError: no rank can run on a node, or nodes have unequal numbers of them.
@@ -342,13 +322,13 @@ def _gpu_order(gpu: str) -> tuple[int, str]:
 
 
 class Start:
-    """One start of all ranks, from their first words to their end.
+    """One start of all ranks, from their first output to their end.
 
     Args:
         ray: the module, connected.
         placed: actor and spot of each rank.
-        received: signals for the ranks, to which others are added meanwhile.
-        screen: shows what they say.
+        received: as of `_Run.until_the_end`.
+        screen: for their output.
 
     Attributes:
         ended: how processes ended, by rank.
@@ -395,7 +375,7 @@ class Start:
 
     @property
     def cause(self) -> Ended | None:
-        """The end for which all ranks should start again; None if there is none, or if that would not help."""
+        """The end for which all ranks should start again; None if there is none, or a new start would not help."""
         if any(one.status != 0 and self._is_final(one) for one in self.ended.values()):
             return None
         failed = [one for one in self.ended.values() if not self._is_final(one)]
@@ -436,7 +416,7 @@ class Start:
             self._num_passed += 1
 
     def _look_for_drained_nodes(self) -> None:
-        """Has all ranks save, once, when Ray's notice says that a node of theirs will be taken away."""
+        """Has all ranks save, once, when Ray announces that one of their nodes will be taken away."""
         if self._saves_until is not None or clock.now() < self._looks_at:
             return
         self._looks_at = clock.now() + DRAIN_INTERVAL_S
@@ -465,9 +445,9 @@ def _exit_status(ended: Mapping[int, Ended]) -> int:
 
 
 def _variables() -> dict[str, str]:
-    """Variables that ranks have from the command: where its modules are, how wide the terminal is, and `PASSED`.
+    """Variables that ranks get from the command: path of its modules, width of the terminal, and `PASSED`.
 
-    Others are those of the node's `ray start`, keys above all: they are never sent.
+    No others are sent, above all no keys: those are of the node's `ray start`.
     """
     own = {Path(path).resolve() for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")) if path}
     found = [path for path in sys.path if path and os.path.isdir(path)]
@@ -478,7 +458,7 @@ def _variables() -> dict[str, str]:
 
 
 class Screen:
-    """Shows what the ranks say: rank 0 as it is, and lines of the others that none said before, with their rank."""
+    """Shows the ranks' output: that of rank 0 as it is, and new lines of the others with their rank."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -486,12 +466,7 @@ class Screen:
         self._rests: dict[tuple[int, Stream], str] = {}
 
     def show(self, said: list[Said], is_last: bool = False) -> None:
-        """Prints output in its order.
-
-        Args:
-            said: new output.
-            is_last: of this start: lines that wait, and have no end, are printed as well.
-        """
+        """Prints new output in its order; with the last of a start, waiting and unfinished lines, too."""
         now = time.monotonic()
         for rank, stream, text in said:
             if rank == 0:

@@ -1,6 +1,6 @@
-"""Where the process of an actor is, and the last lines that it has written.
+"""Location of an actor's process, and the last lines of its log.
 
-Imports nothing large: a process that only reads a file on another node is there at once.
+Imports nothing large, so that a process that only reads a file on another node starts at once.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def describe_place(place: Mapping[str, Any]) -> str:
 
 
 def tail(paths: Sequence[str], num_lines: int) -> str:
-    """The last lines of log files, those of each after the other; empty where none can be read.
+    """The last lines of log files, one file after the other; empty where none can be read.
 
-    Of a process that Python has seen die the first lines from there on: the stacks of all threads follow.
+    After a fatal error of Python, its first lines instead: the stacks of all threads follow them.
     """
     lines = []
     for path in paths:

@@ -5,8 +5,8 @@
 | in a process that Ray did not place | that process | it, whatever ends it |
 | in ranks that Ray has placed | the coordinator, an actor that the command owns | the command, whatever ends it |
 
-In the second case a rank that starts again finds the replicas of the one before, by the engine's digest and their
-number, with process and weights.
+In the second case a rank that starts again finds the earlier replicas, by the engine's digest and their number, with
+process and weights.
 """
 
 from __future__ import annotations
@@ -31,13 +31,7 @@ _lock = threading.Lock()
 
 
 class ReplicaActors:
-    """Makes, finds and ends the actors of one engine's replicas.
-
-    Args:
-        ray: the module, connected.
-        engine: each replica makes its own with the same arguments.
-        model: that they load.
-        resources: that each of them needs.
+    """Makes, finds and ends the actors of one engine's replicas, each with its own engine of the same arguments.
 
     Attributes:
         trainer: this start of the trainer; unique.
@@ -60,11 +54,11 @@ class ReplicaActors:
 
     @property
     def outlive_the_trainer(self) -> bool:
-        """Whether they belong to the command, and the next start of the trainer finds them."""
+        """Whether they belong to the command, so that the trainer's next start finds them."""
         return self._coordinator is not None
 
     def actor(self, number: int) -> Any:
-        """The actor of a replica, which is made unless an earlier start of the trainer has left one."""
+        """The actor of a replica, made unless an earlier start of the trainer has left one."""
         from ray import cloudpickle
 
         from lit_async_rl.ray.replica import Replica
@@ -82,7 +76,7 @@ class ReplicaActors:
             self._coordinator.end_replicas.remote([self._name(number)])
 
     def end_beyond(self, number: int) -> None:
-        """Ends replicas beyond so many, which an earlier start of the trainer had, and this one has not."""
+        """Ends replicas beyond so many, which an earlier start of the trainer has left."""
         if self._coordinator is not None:
             wanted = {self._name(n) for n in range(number)}
             found = self._ask("replicas", self._prefix)
@@ -103,7 +97,7 @@ class ReplicaActors:
 
 
 def digest_of(engine: RolloutEngine, model: Mapping[str, Any]) -> str:
-    """Of an engine's class and settings, and of its model."""
+    """Digest of an engine's class and settings, and of its model."""
     from lit_async_rl.ray.replica import Recipe
 
     described = json.dumps([_as_plain(Recipe.of(engine)), _as_plain(model)], sort_keys=True)
@@ -124,5 +118,5 @@ def _as_plain(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a field of a setting says what it is; locks and open files do not."""
+    """Whether a field is plain data; locks and open files are not."""
     return value is None or isinstance(value, bool | int | float | str | list | tuple | dict | set | frozenset | type)

@@ -10,8 +10,8 @@ NUM_SESSIONS = 65536  # remembered, the latest
 class Placement:
     """Counts the outstanding tokens of each replica and chooses among those that are in. No thread, clock or actor.
 
-    Requests of one session (parts of a group, turns of a conversation) go to the same replica, where their beginning
-    is cached, until it has so much more to do than the least loaded one that reading the beginning anew is quicker.
+    Requests of one session (parts of a group, turns of a conversation) go to the same replica, where their beginning is
+    cached, until its load exceeds the least by so much that reading the beginning anew is quicker.
 
     Args:
         session_margin: how many times the tokens of a request its session's replica may have outstanding beyond
@@ -34,7 +34,7 @@ class Placement:
         self.load[replica] = num_tokens
 
     def remove(self, replica: int) -> None:
-        """Lets no more requests go to a replica; what was placed there is the caller's to place again."""
+        """Lets no more requests go to a replica; the caller places again what was there."""
         self.load.pop(replica, None)
 
     def place(self, session: int | None, num_tokens: int) -> int:

@@ -13,7 +13,7 @@ The life of an actor is one coroutine, `_live`:
         v
     GIVEN UP   the others go on; without any the pool has failed, with the last reason
 
-All of it runs in one event loop, in a thread of the pool, which alone changes its state.
+All of it runs in one event loop, in a thread of the pool, which alone changes the state.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -21,7 +21,7 @@ All of it runs in one event loop, in a thread of the pool, which alone changes i
 | a coroutine in the pool's loop | the answer of a call, or the loss of its process | Ray, `lose` |
 | `close` | actors that close what they have made, at most `STOP_S` | Ray |
 
-Nothing is tried again here: a lost call fails, and who has made it tries again by his `TryPolicy`.
+A lost call fails; only its caller tries again, by its `TryPolicy`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Process:
         number: of the actor in the pool.
         actor: handle.
         place: answer of `start`: `pid`, `host`, `node`, `logs`.
-        load: calls or episodes that it has, by the limit that they share.
+        load: its calls or episodes, by the limit that they share.
         lost: done when no more calls go to it.
         reason: of its loss, with the end of its log.
         ping: whether it still answers.
@@ -124,7 +124,7 @@ class PoolSettings:
         actors: how many.
         resources: of each.
         address: of the cluster, see `RayCluster`.
-        start_timeout_s: longest time without any actor that is ready, while something is to be done.
+        start_timeout_s: longest time without a ready actor while calls wait.
     """
 
     name: str
@@ -135,12 +135,9 @@ class PoolSettings:
 
 
 class ActorPool(ABC):
-    """Actors that all do the same. Opened by the first call, and again by one after `close`.
+    """Actors that all do the same, opened by the first call, also after `close`.
 
     `open`, `close`, `begin` and `run` may be called from any thread, all else from the pool's loop.
-
-    Args:
-        settings: of the pool.
 
     Attributes:
         ready: processes that take calls.
@@ -180,11 +177,11 @@ class ActorPool(ABC):
 
     @abstractmethod
     def hand_out(self) -> None:
-        """Gives what waits to processes that are ready, as far as they have room."""
+        """Gives waiting calls to ready processes, as far as they have room."""
 
     @abstractmethod
     def fail_waiting(self, error: NoActors) -> None:
-        """Fails all that waits for a process."""
+        """Fails all calls that wait for a process."""
 
     def on_lost(self, process: Process) -> None:  # noqa: B027  (most of what a pool knows of it is in the process)
         """Forgets a process; its calls fail by themselves."""
@@ -197,7 +194,7 @@ class ActorPool(ABC):
         return [int(process.place["pid"]) for process in list(self.ready)]
 
     def open(self) -> None:
-        """Has Ray make the actors, unless it has done so; waits for none of them.
+        """Has Ray make the actors, unless it has done so, without waiting for them.
 
         Raises:
             SetupError: Ray cannot be reached, or what the actors need cannot be sent to them.
@@ -267,7 +264,7 @@ class ActorPool(ABC):
             await asyncio.wait(self._tasks, timeout=STOP_S)
 
     def _read_last(self, stopped: Iterable[asyncio.Future[Any]]) -> None:
-        """Reads what the actors say when they have closed what they have made."""
+        """Logs warnings of the actors about what they have closed."""
         for stop in stopped:
             if (error := stop.exception()) is not None:  # it died meanwhile
                 log.debug("closing an actor: %s", error)
@@ -279,7 +276,7 @@ class ActorPool(ABC):
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs a coroutine in the loop of the pool, which is open; from any thread.
+        """Runs a coroutine in the loop of an open pool; from any thread.
 
         Raises:
             LostProcess: the pool was closed meanwhile.
@@ -296,7 +293,7 @@ class ActorPool(ABC):
         return await asyncio.wrap_future(self.begin(coroutine))
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Runs a coroutine beside the others in the loop of the pool."""
+        """Starts a task in the loop of the pool, and keeps it."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
@@ -310,7 +307,7 @@ class ActorPool(ABC):
             log.debug("in the loop of a pool", exc_info=error)
 
     def least_loaded(self, kind: str, limit: int | None = None) -> Process | None:
-        """The ready process with the fewest calls of a kind; None if each has as many as the limit."""
+        """The ready process with the fewest calls of a kind; None if all have reached the limit."""
         free = [process for process in self.ready if limit is None or process.load[kind] < limit]
         return min(free, key=lambda process: process.load[kind], default=None)
 
@@ -322,14 +319,14 @@ class ActorPool(ABC):
         check: Callable[[dict[str, Any]], str] = nothing_wrong,
         begun: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
-        """Answer of a process. When it is cancelled, it ends with the call there.
+        """Answer of a process. A cancellation also ends the call there, and is complete only then.
 
         Args:
             process: that has started.
             method: of its actor.
             args: plain data.
-            check: says what is wrong with an answer, which loses the process; empty if nothing.
-            begun: called when the work begins and when it gets on, of a method that yields then; None for all others.
+            check: fault in an answer, which loses the process; empty if valid.
+            begun: called when the work begins and when it gets on, for a method that yields then; None for all others.
 
         Raises:
             LostProcess: the process is gone.
@@ -366,12 +363,12 @@ class ActorPool(ABC):
         raise await self._loss(process)
 
     async def _loss(self, process: Process) -> LostProcess:
-        """The error of the calls of a process that is lost, as soon as its log was read."""
+        """The error of the calls of a lost process, once its log was read."""
         await asyncio.wait({process.reason})
         return LostProcess(process.reason.result())
 
     async def _ping(self, process: Process) -> None:
-        """Asks a process whether a call that was cancelled blocks it; it is killed if it does not answer."""
+        """Kills a process that does not answer, because a cancelled call blocks it."""
         asked = self.spawn(self.ask(process, "ping"))
         await asyncio.wait({asked}, timeout=PING_S)
         if not asked.done():
@@ -392,11 +389,9 @@ class ActorPool(ABC):
             await asyncio.wait({process.lost})
 
     async def _start(self, actor: Any, where: str) -> Mapping[str, Any] | None:
-        """Has the next process of an actor start, and says where it is; None if that has failed for good.
+        """Starts the next process of an actor; returns its place, or None if that has failed for good.
 
-        Args:
-            actor: of the pool.
-            where: it was before, for messages.
+        `where` is the last place, for messages.
         """
         num_ended = 0
         cause = ""
@@ -428,12 +423,9 @@ class ActorPool(ABC):
         return None
 
     def lose(self, process: Process, why: str, is_running: bool = False) -> None:
-        """Ends the calls of a process, and has its actor start again. Safe to call twice.
+        """Ends the calls of a lost process, killing it if it `is_running`, and has its actor start again.
 
-        Args:
-            process: that was lost.
-            why: in words that follow where it is.
-            is_running: whether it is there still, and has to be killed.
+        `why` follows the process's place in a message. Safe to call twice.
         """
         if process.lost.done():
             return
@@ -458,14 +450,14 @@ class ActorPool(ABC):
         process.reason.set_result(reason)
 
     async def _look(self) -> None:
-        """Fails what waits once there is no actor for it."""
+        """Fails waiting calls once there is no actor for them."""
         while True:
             await asyncio.sleep(TICK_S)
             if reason := self._why_none():
                 self.fail_waiting(NoActors(reason))
 
     def _why_none(self) -> str:
-        """Why nothing can be done, and will not be; empty if it can."""
+        """Why no actor takes calls, now or later; empty if one may."""
         settings = self.settings
         if self._num_given_up == settings.actors:
             return f"{settings.name}: none of {settings.actors} actors could be started; {self._why}"
@@ -479,7 +471,7 @@ class ActorPool(ABC):
 
 
 async def _received(sent: Any, begun: Callable[[], None] | None) -> Any:
-    """Answer of a call, or of one that yields an empty dictionary when its work begins, and when it gets on."""
+    """Answer of a call; with `begun`, of one that yields empty dictionaries when its work begins or gets on."""
     if begun is None:
         return await sent
     while (answer := await (await anext(sent))) == {}:
@@ -488,7 +480,7 @@ async def _received(sent: Any, begun: Callable[[], None] | None) -> Any:
 
 
 async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    """Waits until one of some futures is done, which it neither cancels nor reads."""
+    """Waits until one of the futures is done, without cancelling or reading any."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -518,7 +510,7 @@ def find_wrong_reward(value: Any) -> str:
 
 
 def pack_prompt(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as plain data, as plain as its metadata is."""
+    """A prompt as plain data, if its metadata is plain."""
     given: dict[str, Any] = {"text": prompt.text}
     if prompt.messages is not None:
         given = {"messages": [dict(message) for message in prompt.messages]}

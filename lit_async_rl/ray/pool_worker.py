@@ -1,4 +1,4 @@
-"""Base of the actors of all pools: they start, report their location, answer, and end."""
+"""Base of the actors of all pools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_OF_INTEREST = tuple(f"{os.sep}{part}{os.sep}" for part in ("lit_async_rl", "
 
 
 class PoolWorker:
-    """Base of the actors; all methods of a subclass that Ray calls are coroutines of one event loop.
+    """Base class; all methods that Ray calls are coroutines of one event loop.
 
     The constructor does nothing: Ray makes the object anew after a crash, and `start` is called again.
     """
@@ -29,7 +29,7 @@ class PoolWorker:
         self._was_started = False
 
     async def start(self, *given: Any) -> dict[str, Any]:
-        """Makes what this process works with, and says where it is; or `error`."""
+        """Prepares this process; returns its place, or `error`."""
         if self._was_started:  # the trainer has lost this process, and may not know what still runs in it
             os._exit(1)
         self._was_started = True
@@ -43,10 +43,10 @@ class PoolWorker:
         return where_it_is(ray)
 
     async def prepare(self, *given: Any) -> None:
-        """Makes what this process works with, from what each start is given."""
+        """Makes what this process works with, from the arguments of each start."""
 
     async def wait(self) -> dict[str, Any]:
-        """Never answers: the call fails when this process is gone."""
+        """Never answers, but fails when this process is gone."""
         await asyncio.Event().wait()
         return {}
 
@@ -56,7 +56,7 @@ class PoolWorker:
 
 
 async def closed(close: Awaitable[Any]) -> dict[str, Any]:
-    """Answer of an actor that closes something of the user; a `warning` says what that has raised."""
+    """Answer of an actor that closes something of the user's; its `warning` describes what that has raised."""
     try:
         await close
     except Exception as error:

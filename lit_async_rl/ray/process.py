@@ -1,4 +1,4 @@
-"""The actor of a replica. Imports nothing large: what owns it, such as the coordinator, need not know what it runs."""
+"""The actor of a replica. Imports nothing large, so that its owner, such as the coordinator, need not either."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TakenOver(Exception):
 
 
 class ReplicaProcess:
-    """The actor. The replica is made from bytes here, so that its owner imports nothing of it.
+    """The actor. It makes the replica from bytes, so that its owner imports nothing of it.
 
     Args:
         made: pickled function that makes the replica.
@@ -40,12 +40,9 @@ class ReplicaProcess:
 
 
 def make_actor(ray: Any, made: bytes, options: Mapping[str, Any]) -> Any:
-    """An actor that Ray starts when it has found room, and again whenever its process or node is gone.
+    """An actor that Ray starts when it has room, and again whenever its process or node is gone.
 
-    Args:
-        ray: the module, connected.
-        made: see `ReplicaProcess`.
-        options: `Resources.restarting`.
+    `options` are those of `Resources.restarting`; for `made` see `ReplicaProcess`.
     """
     groups = {OTHER_GROUP: 1} | dict.fromkeys(GROUPS.values(), 1)
     kind = ray.remote(concurrency_groups=groups)(ReplicaProcess)

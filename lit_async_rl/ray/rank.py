@@ -1,4 +1,4 @@
-"""The process of one rank: it calls what the command has given, in its main thread, and ends with its worker."""
+"""The process of one rank: calls the command's job in its main thread, and ends with its worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PASSING_ERRORS = (RankError, StalledError, EngineError, ConnectionError)  # of o
 
 
 def main() -> None:
-    """Entry point of `supervise.py`: everything else stands in the environment."""
+    """Entry point for `supervise.py`; its settings are in the environment."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a local Ray blocks it in all that it starts
     start_thread(_end_with_the_worker, os.dup(0), name="worker")
     null = os.open(os.devnull, os.O_RDONLY)
@@ -60,7 +60,7 @@ def _coordinator(method: str, *args: Any) -> Any:
 
 
 def _end_with_the_worker(pipe: int) -> None:
-    """The worker holds the other end of stdin: when it is gone, whatever ended it, so is this process."""
+    """Ends this process with the worker, which holds the other end of stdin, whatever ended it."""
     while os.read(pipe, 1):
         pass
     os._exit(1)

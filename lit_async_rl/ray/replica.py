@@ -9,11 +9,10 @@
 | the same | `hand_back` and `partial_completions`: hands over what is not | the engine |
 | Ray's for `claim` | `claim`: which trainer the replica works for | - |
 
-Each call names the trainer that makes it, and one that came before the latest to claim the replica is refused. A
-trainer that finds a replica with its engine built takes it over as it is: process, weights and what they were proved by
-(`_hand_over`).
+Each call names its trainer, and is refused unless that was the last to claim the replica. A trainer that finds a
+replica with its engine built takes it over with process, weights and their checksums (`_hand_over`).
 
-An error never crosses as an object: each answer is plain data, with the error's type and message where there is one.
+Answers are plain data, errors included: type and message.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Recipe:
     """Class and arguments of an engine, from which each replica makes its own.
 
     Args:
-        kind: the class, imported by its name in the replica.
+        kind: the class, which the replica imports by name.
         settings: arguments by name; engines among them are recipes, too.
     """
 
@@ -78,7 +77,7 @@ class Recipe:
         return cls(type(engine), parts)
 
     def make(self, number: int) -> RolloutEngine:
-        """The engine of a replica: that of number 0 is as it was described, others draw other random numbers."""
+        """The engine of a replica: number 0 has the seed as given, others draw other random numbers."""
         given = self.settings.items()
         settings = {name: part.make(number) if isinstance(part, Recipe) else part for name, part in given}
         if (seed := inspect.signature(self.kind).parameters.get("seed")) is not None:
@@ -89,7 +88,7 @@ class Recipe:
 def guarded(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Has a method of the replica answer with its error's type and message instead of raising it.
 
-    The trainer that calls names itself in the first argument, and is refused unless it has the replica.
+    The first argument is the calling trainer, which is refused unless it has the replica.
     """
 
     @functools.wraps(method)
@@ -106,12 +105,7 @@ def guarded(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, An
 
 
 class Replica:
-    """An engine in an actor. Its constructor does nothing: Ray makes it anew after a crash, and `start` comes again.
-
-    Args:
-        recipe: of the engine.
-        number: of this replica, from 0.
-    """
+    """An engine in an actor. After a crash Ray constructs it anew, and `start` is called again."""
 
     def __init__(self, recipe: Recipe, number: int) -> None:
         faulthandler.enable()
@@ -150,7 +144,7 @@ class Replica:
     # -- control ------------------------------------------------------------------------------------------------------
 
     def claim(self, trainer: str) -> dict[str, Any]:
-        """Gives the replica to a trainer, and says where it is; what an earlier one still waits for here ends."""
+        """Gives the replica to a trainer, and returns its place; calls of an earlier trainer that wait here end."""
         with self._changed:
             self._trainer = trainer
             self._changed.notify_all()
@@ -158,9 +152,9 @@ class Replica:
 
     @guarded
     def start(self, model: str) -> dict[str, Any]:
-        """Builds the engine, unless there is one of an earlier trainer, and says what it is.
+        """Builds the engine, unless an earlier trainer has, and describes it.
 
-        Of an engine that is there already: which weights it has, by version and checksums.
+        For an engine that is there already, the answer has version and checksums of its weights.
         """
         before = self._served
         self._served = self._caller.trainer
@@ -186,15 +180,15 @@ class Replica:
         return self._described | {"weights": None}
 
     def _is_usable(self, model: str) -> bool:
-        """Whether the engine that is there works, and its model is as it was."""
+        """Whether there is an engine that works, and its model is unchanged."""
         if self._engine is None or self._failure is not None or self._is_stopped:
             return False
         return bool(self._described["model"] == describe_model(model))
 
     def _hand_over(self) -> bool:
-        """Ends what an earlier trainer has asked for; False if that takes too long, as of an engine that hangs.
+        """Ends an earlier trainer's requests; False if that takes too long, as with an engine that hangs.
 
-        Afterwards the engine is as after its start, random numbers included, but for its weights.
+        Afterwards the engine is as after its start, random numbers included, except for its weights.
         """
         engine = self.engine
         try:
@@ -238,7 +232,7 @@ class Replica:
 
     @property
     def _is_current(self) -> bool:
-        """Whether the trainer whose call this thread answers has the replica still."""
+        """Whether the trainer whose call this thread answers still has the replica."""
         return bool(self._trainer == self._caller.trainer)
 
     def _check_trainer(self) -> None:
@@ -264,7 +258,7 @@ class Replica:
 
     @guarded
     def abort(self, request_ids: Sequence[int]) -> dict[str, Any]:
-        """Aborts requests, and drops what is finished of them."""
+        """Aborts requests, and drops their finished samples."""
         gone = set(request_ids)
         with self._turn.hold():
             self.engine.abort(request_ids)
@@ -303,16 +297,16 @@ class Replica:
         Args:
             version: of the weights.
             table: reference of the list of places, in a list, so that Ray does not read it for us.
-            buckets: references of the buckets by number.
+            buckets: references by number.
             after: number of the assignment that the engine must have before.
-            has_them: whether the engine has these weights from an earlier trainer: nothing is loaded.
+            has_them: load nothing, because the engine has these weights from an earlier trainer.
         """
         with self._updating:
             self._check_trainer()
             return self._keep_weights(version, table) if has_them else self._load(version, table, buckets, after=after)
 
     def _keep_weights(self, version: int, table: Sequence[Any]) -> dict[str, Any]:
-        """Has the weights in use count as loaded, and reports their checksums."""
+        """Counts the weights in use as loaded, and reports their checksums."""
         places = [Place(*place) for place in ray.get(table[0])]
         self._reader.keep(places)
         with self._changed:
@@ -349,12 +343,9 @@ class Replica:
 
     @guarded
     def prove(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Samples a token and computes log-probabilities with the weights loaded last; before any request of the run.
+        """Samples a token, and computes log-probabilities of `token_ids` unless empty, with the weights loaded last.
 
-        The engine's random numbers are afterwards as they were.
-
-        Args:
-            token_ids: a sequence whose log-probabilities are computed; may be empty.
+        It runs before any request of the run, and leaves the engine's random numbers as they were.
         """
         engine = self.engine
         with self._updating:
@@ -376,7 +367,7 @@ class Replica:
             return {"versions": list(proof.versions), "logprobs": logprobs, "dtype": str(engine.dtype)}
 
     def _report(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Called by the engine, in whatever thread has updated it, before the next token."""
+        """Called by the engine before the next token, in the thread that has updated it."""
         with self._changed:
             received = dict[str, Tensor]()
             for number in sorted(n for n in self._received if n <= version):  # updates may have been joined
@@ -409,7 +400,7 @@ class Replica:
 
     @guarded
     def hand_back(self, request_ids: Sequence[int]) -> dict[str, Any]:
-        """Aborts requests, but for those that still wait for weights: answers as `take`, with what they had begun."""
+        """Aborts requests, except those that still wait for weights; answers as `take`, with their partial samples."""
         gone = set(request_ids)
         with self._turn.hold():
             partial = [c for c in self.engine.partial_completions() if c.request_id in gone]
@@ -457,7 +448,7 @@ class Replica:
             self._changed.notify_all()
 
     def _numbered(self, completions: Iterable[Completion]) -> list[tuple[int, Completion]]:
-        """Completions with the numbers of their assignments, with `_changed` held; -1 for a request that has ended."""
+        """Completions with the numbers of their assignments, -1 for an ended request; `_changed` is held."""
         return [(self._assignments.get(c.request_id, -1), c) for c in completions]
 
     @guarded
@@ -467,7 +458,7 @@ class Replica:
         return {}
 
     def stop(self) -> None:
-        """Closes the engine, whose own processes end with that; then the actor may be killed. Anybody may call it."""
+        """Closes the engine, which ends its own processes; then the actor may be killed. Anybody may call it."""
         self._is_stopped = True
         if self._engine is not None:
             self._engine.close()

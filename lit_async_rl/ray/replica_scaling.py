@@ -27,9 +27,9 @@ def wanted_replicas(window: Intervals, replicas: int, low: int, high: int) -> in
 
     Args:
         window: totals of a window with a constant number of replicas.
-        replicas: number of replicas in the window.
-        low: minimum number.
-        high: maximum number.
+        replicas: that number.
+        low: minimum of the result.
+        high: maximum of the result.
     """
     work_s = replicas * window.engine_busy_s
     side = diagnose(window, Settings()).side
@@ -45,14 +45,14 @@ class ReplicaScaling(pl.Callback):
     """Starts and ends replicas of a `RayEngine` during a run, so that engine and trainer do not wait for each other.
 
     The bottleneck of each window of `every_n_steps` steps is determined as in `BottleneckVerdict`. If it is the engine,
-    replicas are added until the trainer would no longer wait. If it is the trainer, superfluous replicas are ended
-    after their running requests. The staleness bound does not depend on the number of replicas.
+    replicas are added until the trainer would no longer wait. If it is the trainer, superfluous replicas end after
+    their running requests. The staleness bound does not depend on the number of replicas.
 
     Logs `perf/replicas`.
 
     Args:
-        min_replicas: minimum number of replicas.
-        max_replicas: maximum number of replicas; those for which Ray has no resources wait.
+        min_replicas: fewest replicas.
+        max_replicas: most replicas; those for which Ray has no resources wait.
         every_n_steps: optimizer steps per window.
 
     Raises:

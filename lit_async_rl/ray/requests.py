@@ -1,6 +1,6 @@
-"""Requests as assignments of replicas: which replica samples which, those that wait for one, and what has come.
+"""Requests as assignments of replicas: who samples which, which wait, and what has come.
 
-Apart from `fleet.py`, because none of it depends on how a replica lives: no clock, and no call that is answered.
+Apart from `fleet.py`, because none of it depends on the life of a replica: no clock, and no call with an answer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 
 class Requests:
-    """Places requests on replicas, and files what these hand over. The lock of the fleet is held in all methods.
+    """Places requests on replicas, and files their completions. The fleet's lock is held in all methods.
 
     Args:
         session_margin: of `Placement`.
-        tell: calls a method of a replica whose answer says nothing, `tell(entry, name, *args)`.
+        tell: calls a method of a replica without an answer, `tell(entry, name, *args)`.
 
     Attributes:
         placement: of the replicas that requests go to.
@@ -41,12 +41,9 @@ class Requests:
         self._moved_ids = itertools.count(FIRST_MOVED_ID)
 
     def assign(self, parts: Iterable[Part], entries: Sequence[ReplicaEntry], version: int) -> None:
-        """Sends requests for these samples to replicas, in one call to each.
+        """Sends requests for these samples to replicas, in one call to each; they wait while no replica is in.
 
-        Args:
-            parts: to place; they wait while no replica is in.
-            entries: all replicas.
-            version: of the newest weights, without which no replica begins with them.
+        No replica begins with them before it has the weights of `version`.
         """
         by_replica = dict[int, list[Assignment]]()
         for part in parts:
@@ -90,7 +87,7 @@ class Requests:
         return found
 
     def abort(self, gone: Set[int], entries: Iterable[ReplicaEntry]) -> None:
-        """Forgets requests, by the ids with which they were submitted."""
+        """Forgets requests, by the ids of their submission."""
         self.waiting = {n: part for n, part in self.waiting.items() if part.submitted_id not in gone}
         self.finished = deque(c for c in self.finished if c.request_id not in gone)
         for entry in entries:
@@ -101,20 +98,14 @@ class Requests:
                 self._tell(entry, "abort", mine)
 
     def begun(self, entries: Iterable[ReplicaEntry]) -> list[Completion]:
-        """Tokens so far of requests that other replicas had begun, as they were when these were cancelled there."""
+        """Partial completions of moved requests, as they were when they were cancelled on the earlier replica."""
         parts = [*self.waiting.values(), *(one.part for entry in entries for one in entry.held.values())]
         return [part.begun for part in parts if part.begun is not None]
 
     # -- what others continue -----------------------------------------------------------------------------------------
 
     def movable(self, entry: ReplicaEntry, entries: Iterable[ReplicaEntry], num_slots: int) -> list[Assignment]:
-        """Assignments of a replica that the others have room to continue; each request moves once.
-
-        Args:
-            entry: the replica.
-            entries: all replicas.
-            num_slots: of each.
-        """
+        """Assignments of a replica that the others, with `num_slots` each, have room for; each request moves once."""
         others = [one for one in entries if self.go_to(one) and not one.is_silent]
         busy = [sum(assignment.num_missing for assignment in one.held.values()) for one in others]
         room = sum(max(0, num_slots - number) for number in busy)
@@ -128,12 +119,9 @@ class Requests:
     def take_away(
         self, entry: ReplicaEntry, chosen: Sequence[Assignment], begun: Mapping[int, Mapping[int, Completion]]
     ) -> list[Part]:
-        """Cancels assignments of a replica; returns them as parts for others.
+        """Cancels assignments of a replica, but for those that have come since; returns them as parts for others.
 
-        Args:
-            entry: the replica.
-            chosen: of its assignments; those that have come since are left out.
-            begun: partial completions by assignment and position.
+        `begun` has partial completions by assignment and position.
         """
         chosen = [one for one in chosen if entry.held.get(one.request.id) is one]
         for one in chosen:
@@ -147,7 +135,7 @@ class Requests:
     # -- what has come ------------------------------------------------------------------------------------------------
 
     def file(self, entry: ReplicaEntry, samples: Sequence[Sample]) -> None:
-        """Keeps a replica's samples until the weights of all their tokens are verified; those are finished then."""
+        """Keeps a replica's samples until the weights of all their tokens are verified; then they are finished."""
         for sample in samples:
             self.placement.finish(entry.number, sample.num_tokens)
         pending = [*entry.unverified, *samples]

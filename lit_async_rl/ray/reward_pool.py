@@ -1,8 +1,8 @@
 """Rewards in a pool of Ray actors: `cluster.rewards`.
 
-Each part of the run's reward is replaced by a `RayReward`, an `async` reward that the scorer awaits like any other; how
-parts are combined stays in the trainer's process. A call waits here until an actor has room for it, and only then does
-its time begin. What an actor answers is validated; a wrong answer costs it its process.
+A `RayReward`, an `async` reward that the scorer awaits like any other, replaces each part of the run's reward; the
+trainer's process combines the parts. The time of a call begins when an actor has room for it. Answers are validated; a
+wrong one costs the actor its process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Call:
 
     Attributes:
         values: their rewards.
-        task: that has an actor make it.
+        task: in which an actor makes it.
     """
 
     prompt: Prompt
@@ -80,12 +80,12 @@ class RewardPool(ActorPool):
     Args:
         settings: of the pool.
         parts: rewards of single completions by name.
-        calls: of plain rewards under way in one actor.
-        workers: see `data.scoring.workers`: calls of an `async` reward under way, in all actors together.
+        calls: concurrent ones of plain rewards in one actor.
+        workers: concurrent calls of an `async` reward in all actors together, see `data.scoring.workers`.
         timeout_s: `data.scoring.timeout_s`, of each call of an actor.
 
     Attributes:
-        parts: what stands for the rewards here, by name.
+        parts: the `RayReward` of each part, by name.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RewardPool(ActorPool):
         self._folder: str | None = None
 
     def _limit(self, reward: Any, of_async: int) -> int:
-        """Calls of a part that one actor has under way."""
+        """Concurrent calls of a part in one actor."""
         return int(getattr(reward, "max_concurrent", None) or of_async) if is_async(reward) else self._calls
 
     @property
@@ -143,13 +143,13 @@ class RewardPool(ActorPool):
 
 
 class RayReward(RemoteProxy):
-    """Stands for a reward, or a part of one, that the actors of a pool call.
+    """Stands for a part of a reward that the actors of a pool call.
 
     Args:
         pool: the actors.
         part: name among the parts.
         reward: as it was configured, in its form for single completions.
-        limit: calls under way in one actor.
+        limit: concurrent calls in one actor.
     """
 
     def __init__(self, pool: RewardPool, part: str, reward: Any, limit: int) -> None:
@@ -175,12 +175,12 @@ class RayReward(RemoteProxy):
 
     @property
     def max_concurrent(self) -> int:
-        """Calls under way in all actors together."""
+        """Concurrent calls in all actors together."""
         return self._limit * (1 if self._has_state else self.pool.settings.actors)
 
     @property
     def _has_state(self) -> bool:
-        """Whether it counts something, such as what a budget allows: it is called in one actor only."""
+        """Whether it counts something, such as a budget, and is called in one actor only."""
         return hasattr(self._owner, "save_state")
 
     def __getattr__(self, name: str) -> Any:
@@ -202,11 +202,7 @@ class RayReward(RemoteProxy):
     ) -> Any:
         """Reward of one completion, as the reward itself gives it.
 
-        Args:
-            prompt: prompt of the completion.
-            completion: text to score.
-            token_ids: of the completion.
-            begun: called, perhaps from another thread, when the work begins.
+        `begun` is called, perhaps from another thread, when the work begins.
 
         Raises:
             RewardError: the reward raised, or gave no number; or it took too long.
@@ -237,7 +233,7 @@ class RayReward(RemoteProxy):
     # -- in the pool's loop -------------------------------------------------------------------------------------------
 
     async def _score(self, call: Call) -> list[Any]:
-        """Rewards of a call, which is made as soon as an actor has room."""
+        """Rewards of a call, made as soon as an actor has room."""
         call.values = new_future()
         self._waiting.append(call)
         self.hand_out()
@@ -251,7 +247,7 @@ class RayReward(RemoteProxy):
             raise
 
     def hand_out(self) -> None:
-        """Gives waiting calls to processes, as many as there is room for."""
+        """Gives waiting calls to processes with room."""
         while self._waiting and (process := self._find()) is not None:
             size = self.original.max_batch_size if isinstance(self.original, BatchedReward) else 1
             calls = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
@@ -273,13 +269,7 @@ class RayReward(RemoteProxy):
         return home if home is not None and home.load[self._kind] < self._limit else None
 
     async def _make(self, process: Process, calls: Sequence[Call], start: Mapping[str, Any] | None) -> None:
-        """Has a process make calls; several where the reward scores batches.
-
-        Args:
-            process: that has room.
-            calls: that have waited.
-            start: state that the reward is to go on from, before the first of them, and its number.
-        """
+        """Has a process make a call, or the calls of a batch; first the reward goes on from the state in `start`."""
         try:
             await self._ask(process, calls, start)
         except CallError as error:
@@ -330,7 +320,7 @@ class RayReward(RemoteProxy):
     async def _wait(
         self, asked: asyncio.Future[Any], process: Process, got_on: asyncio.Event, *, calls: Sequence[Call]
     ) -> None:
-        """Waits for an answer, at most the time limit since the work on it began, or got on for the last time."""
+        """Waits for an answer, at most the time limit since its work began or last got on."""
         limit_s: float | None = None
         while True:
             waiting = self.pool.spawn(got_on.wait())
@@ -368,7 +358,7 @@ class RayReward(RemoteProxy):
             call.succeed([values.pop(0) for _ in call.completions])
 
     def on_lost(self, process: Process) -> None:
-        """Keeps the metrics of a process that is lost; another one goes on from the state."""
+        """Keeps the metrics of a lost process; another goes on from the state."""
         if self._home is process:
             self._home = None
         for name, value in self._metrics_of.pop(process.number, {}).items():
@@ -386,7 +376,7 @@ class RayReward(RemoteProxy):
         self.pool.close()
 
     def _metrics(self) -> dict[str, float]:
-        """Totals over the processes, and means of seconds and other names that end with `_s`."""
+        """Totals over the processes; means of names that end with `_s`."""
         found: dict[str, list[float]] = {}
         for one in list(self._metrics_of.values()):
             for name, value in one.items():
@@ -411,13 +401,7 @@ class RayReward(RemoteProxy):
 
 
 def in_pool(reward: Any, settings: PoolSettings, **limits: Any) -> Any:
-    """A reward whose parts are called in a pool, and combined here.
-
-    Args:
-        reward: `data.reward`.
-        settings: of the pool.
-        limits: other arguments of the `RewardPool`.
-    """
+    """A reward whose parts are called in a pool, and combined here; `limits` are other arguments of `RewardPool`."""
     if not isinstance(reward, CombinedReward):
         return RewardPool(settings, {ONLY: reward}, **limits).parts[ONLY]
     return CombinedReward(
@@ -430,7 +414,7 @@ def in_pool(reward: Any, settings: PoolSettings, **limits: Any) -> Any:
 
 
 def _as_error(error: Mapping[str, Any], where: str) -> RewardError:
-    """The error of a reward as it would be raised here, with where it was."""
+    """The error of a reward as it would be raised here, with its place."""
     kind = RewardSetupError if error["ends_run"] else FinalRewardError if error["is_final"] else RewardError
     message = error["message"] if error["is_ours"] else f"raised {error['type']}: {error['message']}"
     return kind(f"{message} ({', '.join(part for part in (error['at'], where) if part)})")
@@ -475,7 +459,7 @@ def _find_wrong_notes(answer: Mapping[str, Any]) -> str:
 
 
 def _is_named(values: Any, *kinds: type) -> TypeGuard[dict[str, Any]]:
-    """Whether something is a dictionary by name, of values of exactly these kinds, or of any."""
+    """Whether it is a dictionary by name, with values of exactly these kinds if any are given."""
     return isinstance(values, dict) and all(
         type(name) is str and (not kinds or type(value) in kinds) for name, value in values.items()
     )

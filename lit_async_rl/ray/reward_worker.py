@@ -1,4 +1,4 @@
-"""The actor of a pool for rewards: it calls the parts of the run's reward, each as the scorer would.
+"""The actor of a pool for rewards: calls the parts of the run's reward as the scorer would.
 
 | where | what |
 |---|---|
@@ -77,9 +77,9 @@ class RewardWorker(PoolWorker):
             prompts: packed; one for each completion, or one for a group.
             completions: one, a batch, or those of a group.
             token_ids: of a single completion.
-            is_group: whether they are to be scored together.
-            start: `state` that the part is to go on from, and its `number`: the first call that has it restores it,
-                before it scores. None changes nothing.
+            is_group: whether they are scored together.
+            start: `state` that the part goes on from, and its `number`: the first call with it restores it before it
+                scores. None changes nothing.
             begun: passed to a part that says when it begins.
         """
         part = self._parts[name]

@@ -1,4 +1,4 @@
-"""This process's connection to Ray: made once, shared by all who use it, and ended with the last of them."""
+"""This process's connection to Ray: made once, shared by its users, and ended with the last of them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ _connection = _Connection()
 
 
 def import_ray(what: str) -> Any:
-    """The module `ray`.
-
-    Args:
-        what: needs it, for the message.
+    """The module `ray`, which `what` needs.
 
     Raises:
         SetupError: it is not installed; says how to install it.
@@ -70,15 +67,15 @@ def connect(
 ) -> Any:
     """Connects to Ray unless this process is connected already, and returns the module `ray`.
 
-    Without an address Ray is started on this machine: on loopback, without dashboard, for this process, with which it
-    ends whatever ends that. If that is SIGKILL, two of Ray's agents first try to report it, for a minute.
+    Without an address it starts Ray on this machine: on loopback, without dashboard, and ended with this process,
+    whatever ends that. After SIGKILL, two of Ray's agents first try to report it, for a minute.
 
     Args:
-        address: of a running cluster (`auto`, `HOST:PORT`); None starts one here, or takes that of `RAY_ADDRESS`.
+        address: of a running cluster (`auto`, `HOST:PORT`); None is that of `RAY_ADDRESS`, or starts one here.
         num_cpus: CPUs that a local Ray gives away, at least those of the machine; they are counted, not reserved.
         what: connects, for messages.
         user: keeps the connection until `release(user)`.
-        asks_nodes: whether the nodes of a running cluster are asked for their authentication, if others reach them.
+        asks_nodes: ask the nodes of a running cluster for their authentication, if others reach them.
 
     Raises:
         SetupError: Ray is not installed, cannot be reached or started, or asks for no token where others reach it.
@@ -152,7 +149,7 @@ def _start(ray: Any, address: str | None, num_cpus: float | None) -> None:
 
 
 def _warn_if_reachable(ray: Any) -> None:
-    """Warns if a Ray that was started here listens where other machines reach it."""
+    """Warns if a Ray started here listens where other machines reach it."""
     for node in ray.nodes():
         if not is_loopback(node["NodeManagerAddress"]):
             log.warning(
@@ -162,7 +159,7 @@ def _warn_if_reachable(ray: Any) -> None:
 
 
 def _listens_on_loopback_only(ray: Any, address: str) -> bool:
-    """Whether a running cluster listens on loopback alone, where Ray itself would look at the machine's address."""
+    """Whether a running cluster listens on loopback alone; Ray itself would look at the machine's address."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or ray._private.utils.read_ray_address() or ""
     if not is_loopback(address):
@@ -179,7 +176,7 @@ def _listens_on_loopback_only(ray: Any, address: str) -> bool:
 def _on_loopback(is_local: bool) -> Iterator[None]:
     """Has this process, and a Ray that it starts, keep to loopback, as on macOS and Windows.
 
-    `ray.init` offers no setting for that: it replaces 127.0.0.1 by the machine's address, and then listens on all. The
+    `ray.init` has no setting for that: it replaces 127.0.0.1 by the machine's address, and then listens on all. The
     processes that it starts import what this one can.
     """
     if not is_local:

@@ -26,7 +26,7 @@ CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; with 0 its process
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, `HOST` or `HOST:PORT`, is of loopback."""
+    """Whether an address, `HOST` or `HOST:PORT`, is loopback."""
     has_port = address.count(":") == 1 or (address.startswith("[") and not address.endswith("]"))
     host = address.rpartition(":")[0] if has_port else address
     try:
@@ -36,16 +36,16 @@ def is_loopback(address: str) -> bool:
 
 
 def use_token() -> None:
-    """Has a Ray that this process starts ask for a token, and this process send it, to a running cluster, too.
+    """Has a Ray that this process starts ask for a token, and this process send it, also to a running cluster.
 
-    Ray does the first by itself, with a warning each time, and the second not at all.
+    Ray itself does the first, with a warning each time, but not the second.
     """
     if _given_mode() is None:
         _set_mode("token")
 
 
 def _given_mode() -> str | None:
-    """The mode that the user has set; None if there is none, or that of an earlier cluster of this process."""
+    """The mode that the user has set; None without one, or if this process has chosen it for an earlier cluster."""
     mode = os.environ.get(AUTH_MODE)
     return None if mode in _set_here else mode
 
@@ -62,14 +62,14 @@ def _set_mode(mode: str) -> None:
 def follow(address: str) -> None:
     """Has this process send a token to a running cluster, and ask for one itself, exactly if that one does.
 
-    If the two differ, each refuses the other's calls, and Ray takes an actor's owner for dead: it ends the actor as
-    soon as it is made, and says `ActorDiedError`. A token in the home directory, of another cluster, is enough for it.
+    If the two differ, each refuses the other's calls, and Ray takes an actor's owner for dead: it ends new actors at
+    once, with `ActorDiedError`. Another cluster's token in the home directory is enough for that.
 
     Args:
         address: `HOST:PORT`, or `auto`.
 
     Raises:
-        SetupError: `RAY_AUTH_MODE` is set here, and the cluster differs; or no head of a cluster answers there.
+        SetupError: `RAY_AUTH_MODE` is set here, and the cluster differs; or no head node answers there.
     """
     asks = _asks_once_there(address)
     mode = _given_mode()
@@ -88,7 +88,7 @@ def _asks_once_there(address: str) -> bool | None:
     """Whether a cluster asks for a token, once it answers: `ray.init` would wait for minutes, deaf to signals.
 
     Raises:
-        SetupError: nothing answers there, or no head of a cluster.
+        SetupError: no head node answers there.
     """
     began = time.monotonic()
     with announced(f"Ray at {address}"):
@@ -113,7 +113,7 @@ def asks_for_token(address: str) -> bool | None:
     """Whether a running cluster refuses a call without a token; None if that cannot be told. Does not import ray.
 
     Raises:
-        ConnectionError: no head of a cluster answers there.
+        ConnectionError: no head node answers there.
     """
     if address == "auto":
         named = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
@@ -139,16 +139,13 @@ def asks_for_token(address: str) -> bool | None:
 
 
 def has_token() -> bool:
-    """Whether there is a token of Ray's in the environment, or in the file where Ray looks for one."""
+    """Whether there is a token in the environment, or in the file where Ray looks for one."""
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     return bool(named) or (Path.home() / ".ray" / "auth_token").is_file()
 
 
 def check_access(ray: Any) -> None:
     """Refuses a cluster that other machines reach without a token. Asks its nodes: this process may differ from them.
-
-    Args:
-        ray: the module, connected.
 
     Raises:
         SetupError: a node is not on loopback and asks for no token; says what to do.

@@ -1,10 +1,10 @@
-"""The actor of one rank: it starts the rank as a process, as torchrun does, and answers what that says and how it ends.
+"""The actor of one rank: starts the rank as a process, as torchrun does, and reports its output and end.
 
-The process is one of its own so that training runs in a main thread, where signals arrive and save `last.ckpt`. It gets
-torchrun's variables, by which Lightning finds the other ranks; nobody makes a process group for it.
+A process of its own lets training run in a main thread, where signals arrive and save `last.ckpt`. It gets torchrun's
+variables, by which Lightning finds the other ranks; nobody makes a process group for it.
 
-The event loop of the actor does all of it: it reads the process's pipes, so that this never waits for a reader, and
-answers the command's calls. A command that is gone calls no more, and Ray ends its actors.
+The actor's event loop reads the process's pipes, so that the process never waits for a reader, and answers the command.
+If the command is gone, Ray ends its actors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Spot:
         ip: its address.
         gpus: that Ray has given to the actor.
         port: free there at the moment.
-        checkpoint: of the run, as the node has it; None if there is none yet.
+        checkpoint: newest of the run on that node; None without one.
         problem: why no rank can run there; empty if one can.
     """
 
@@ -67,8 +67,8 @@ class Ended:
     """How the process of a rank ended.
 
     Args:
-        rank: of the run; None before the actors have numbers.
-        status: exit status; negative is the signal that killed it, None a loss together with its actor.
+        rank: None before the actors have numbers.
+        status: exit status; the negative number of the signal that killed it, or None if it was lost with its actor.
         where: node and process, for messages.
         last_lines: of what it wrote to stderr.
     """
@@ -80,7 +80,7 @@ class Ended:
 
 
 class RankActor:
-    """The process of a rank, seen from the actor that starts it. Its methods are called by the command."""
+    """The actor that starts the process of a rank; the command calls its methods."""
 
     def __init__(self) -> None:
         import ray
@@ -94,12 +94,7 @@ class RankActor:
         self._ended: Ended | None = None
 
     async def spot(self, cwd: str, folder: str | None) -> Spot:
-        """Where the actor is.
-
-        Args:
-            cwd: folder of the command.
-            folder: of the run's checkpoints; None before training began.
-        """
+        """Place of the actor, for a command in the folder `cwd` and a run with checkpoints in `folder`."""
         return Spot(
             node=self._context.get_node_id(),
             ip=self._ip,
@@ -110,12 +105,9 @@ class RankActor:
         )
 
     async def start(self, variables: Mapping[str, str], cwd: str, argv: Sequence[str]) -> None:
-        """Starts the process.
+        """Starts the process, with the folder and the arguments of the command.
 
-        Args:
-            variables: of the environment, beside those of the actor; those of torchrun among them.
-            cwd: folder of the command.
-            argv: of the command.
+        `variables`, torchrun's among them, are added to the actor's environment.
         """
         self._rank = int(variables["RANK"])
         address = self._context.gcs_address
@@ -135,7 +127,7 @@ class RankActor:
         self._reading = [asyncio.ensure_future(self._read(pipe, stream)) for stream, pipe in pipes.items()]
 
     async def follow(self) -> tuple[list[Said], Ended | None]:
-        """New output as soon as there is some, and the end of the process once all of its output is told.
+        """New output as soon as there is some, and the process's end after all of its output.
 
         Without either it answers after `QUIET_S`.
         """
@@ -154,7 +146,7 @@ class RankActor:
                 self._process.send_signal(number)
 
     async def _end(self) -> Ended | None:
-        """How the process has ended, after all of its output was read; None if it is running."""
+        """How the process has ended, once its output was read; None if it is running."""
         if self._process is None or (status := self._process.returncode) is None:
             return None
         await asyncio.wait(self._reading, timeout=FINAL_S)  # a child of the process may hold a pipe open
@@ -168,12 +160,7 @@ class RankActor:
 
 
 def misplaced(ip: str, cwd: str) -> str:
-    """Why a rank cannot run on this node; empty if it can.
-
-    Args:
-        ip: of the node.
-        cwd: folder of the command.
-    """
+    """Why a rank cannot run on the node of this address; empty if it can. `cwd` is the command's folder."""
     if not os.path.isdir(cwd):
         return f"the command's folder {cwd} is not on the node {ip}: all nodes must share it, docs/ray.md"
     if not is_loopback(ip) and auth_mode() != "token":  # a node that came later
@@ -188,7 +175,7 @@ def newest_checkpoint(folder: str | None) -> str | None:
 
 
 def describe_end(ended: Ended, has_lines: bool = True) -> str:
-    """One message of how a rank ended, with the last lines that it wrote unless they are not wanted."""
+    """A message about a rank's end, by default with its last lines."""
     start = f"{'a rank' if ended.rank is None else f'rank {ended.rank}'} ({ended.where})"
     if ended.status is None:
         return f"{start} was lost, with its machine or its process of Ray"
@@ -228,7 +215,7 @@ class Output:
             self._num_unsent -= len(self._unsent.popleft()[1])
 
     def take(self) -> list[tuple[Stream, str]]:
-        """All that was not taken yet."""
+        """Takes all that is there."""
         taken = list(self._unsent)
         self._unsent.clear()
         self._num_unsent = 0

@@ -1,14 +1,14 @@
 """Weights on their way to the replicas: put into Ray's object store once, read there by all replicas of a node.
 
-The sender keeps a table of all weights: where in the object store each is, and its checksum. A weight that has not
-changed keeps its place, so that only the others travel, and whoever comes late (a replica that was restarted) reads
-all of them from the same table. A node's store receives one copy, however many replicas read it.
+The sender keeps a table of all weights, with the place of each in the object store and its checksum. An unchanged
+weight keeps its place, so that only the others travel, and a restarted replica reads all of them from the same table. A
+node's store receives one copy, however many replicas read it.
 
-With `delta` a weight is followed by its changes, bit by bit, until they would take more room than the weight itself:
-whoever has the weight reads only the last of them. Nothing is approximated.
+With `delta`, bitwise changes follow a weight until they would take more room than the weight itself; a replica that has
+the weight reads only the last of them. Nothing is approximated.
 
-After an update a replica reports the checksums of the weights that it samples from now; `find_difference` names the
-first one that is not as it was sent.
+After an update a replica reports the checksums of its weights; `find_difference` names the first that differs from what
+was sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUCKET_BYTES = 2**28
 
 
 class Place(NamedTuple):
-    """Where a weight is, or a change of it, as plain data."""
+    """Place of a weight, or of a change of it, as plain data."""
 
     name: str
     dtype: str
@@ -49,10 +49,10 @@ class Table:
 
     Attributes:
         version: of the policy.
-        places: by name, in the order in which the policy streams them.
-        changes: of weights that have changed since they were put there, by name, the oldest first.
+        places: by name, in the policy's order.
+        changes: of weights since they were put there, by name, the oldest first.
         sums: checksums of the tensors' bytes, by name.
-        buckets: references into the object store, by number: those that `places` needs.
+        buckets: references into the object store, by number: those of places and changes.
     """
 
     version: int = -1
@@ -68,7 +68,7 @@ class Table:
 
 
 def find_difference(sent: Mapping[str, int], found: Mapping[str, int]) -> str:
-    """Describes the first weight that a replica has not as it was sent, by checksums; empty if there is none."""
+    """Describes the first weight of a replica that differs from what was sent, by checksums; empty if none does."""
     for name, expected in sent.items():
         if name not in found:
             return f"weight {name!r} was not loaded"
@@ -78,7 +78,7 @@ def find_difference(sent: Mapping[str, int], found: Mapping[str, int]) -> str:
 
 
 class WeightStore:
-    """The sender: puts new weights into the object store, one version after the other.
+    """The sender: puts weights into the object store, one version after the other.
 
     Args:
         ray: the module, connected.
@@ -107,7 +107,7 @@ class WeightStore:
         """Puts what has changed into the object store; the table of all weights of this version.
 
         Raises:
-            EngineError: the object store is full; or a weight that was never sent is said to be unchanged.
+            EngineError: the object store is full; or a weight that was never sent is reported as unchanged.
         """
         old = self.table
         new = Table(version)
@@ -207,14 +207,14 @@ def checksum(tensor: Tensor) -> int:
 
 
 class GivenWeights:
-    """The weights that replicas are given, and whether what a replica says of its own is right.
+    """The weights that replicas are given, and a check of those that a replica reports.
 
     Attributes:
         table: of the newest ones; None before the first.
         ref: of its contents in the object store.
         probe: of these weights, if the trainer has computed one.
         can_probe: whether it ever has.
-        version_before: of the weights before the newest.
+        version_before: of the previous weights.
     """
 
     def __init__(self) -> None:
@@ -231,14 +231,7 @@ class GivenWeights:
         return -1 if self.table is None else self.table.version
 
     def replace(self, table: Table, ref: Any, probe: Probe | None, *, entries: Iterable[ReplicaEntry]) -> None:
-        """Takes newer weights.
-
-        Args:
-            table: of them.
-            ref: of its contents.
-            probe: of them.
-            entries: replicas, whose older weights are still to be verified.
-        """
+        """Takes newer weights; forgets checksums of versions that no replica among `entries` can report."""
         if table.version != self.version:
             self.version_before = self.version
         self.table = table
@@ -250,7 +243,7 @@ class GivenWeights:
         self._sums = {v: sums for v, sums in self._sums.items() if v >= oldest} | {table.version: table.sums}
 
     def verify(self, entry: ReplicaEntry, version: int, sums: Mapping[str, int]) -> str:
-        """Takes the checksums that a replica reports of a version; returns what is wrong with them, if anything."""
+        """Takes the checksums that a replica reports of a version; returns their fault, empty if none."""
         if version > self.version:
             return f"reports weights of version {version}, which were never sent"
         entry.sums |= sums
@@ -264,10 +257,10 @@ class GivenWeights:
 
 
 class WeightReader:
-    """Reads the weights of a table, and remembers which of them its engine has.
+    """Reads the weights of a table, and remembers those that its engine has.
 
     Args:
-        get: reads a bucket, given its reference.
+        get: reads a bucket by its reference.
         takes_changes: whether the engine accepts `UNCHANGED` for weights that it has.
     """
 
@@ -282,13 +275,13 @@ class WeightReader:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, tensor) of all weights, `UNCHANGED` for those that the engine has already.
 
-        Tensors share the memory of the object store: they are read, copied and never written. A layer with adapters
-        comes whole, for the engine to add them to.
+        Tensors share the memory of the object store, and must not be written. A layer with adapters comes whole, for
+        the engine to add them to.
 
         Args:
             places: of all weights, in order, each followed by its changes.
             buckets: references by number.
-            received: filled with the tensors yielded, by name.
+            received: filled with the yielded tensors, by name.
         """
         has = _chains(places)
         opened: dict[int, list[np.ndarray]] = {}
@@ -323,7 +316,7 @@ class WeightReader:
         self._has = has
 
     def keep(self, places: Iterable[Place]) -> None:
-        """Notes that the engine has the weights of a table, which were not read from it."""
+        """Notes that the engine has a table's weights, which were not read from it."""
         self._has = _chains(places)
         self._changed = {}
 

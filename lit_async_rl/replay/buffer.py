@@ -1,8 +1,8 @@
 """Replay buffer beside the producer, for losses that accept data of any age.
 
-A step of B groups consists of the fresh share m B (the "most on-policy" fraction of TBA, arXiv:2503.18929) and of
-groups drawn from earlier steps. Fresh groups keep the producer's staleness bound; replayed ones have their own,
-`max_staleness` here, enforced by dropping older ones. Runs in the trainer's thread.
+A step of B groups has m B fresh ones (m is the "most on-policy" fraction of TBA, arXiv:2503.18929), and others drawn
+from earlier steps. Fresh groups keep the producer's staleness bound; replayed ones have their own, `max_staleness`
+here, enforced by dropping older ones.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class ReplayStats:
 
     Attributes:
         num_rollouts: stored completions.
-        num_prompts: prompts of the stored completions.
-        num_added: new completions so far.
-        num_duplicates: completions so far that replaced an equal older one.
-        num_evicted: completions removed so far because the buffer was full.
-        num_expired: completions removed so far because they were too old.
+        num_prompts: their prompts.
+        num_added: new completions.
+        num_duplicates: completions that replaced an equal older one.
+        num_evicted: completions removed because the buffer was full.
+        num_expired: completions removed because they were too old.
         num_replayed: completions of the last step that came from the buffer.
         replayed_staleness: their mean age, in versions.
-        replayed_staleness_max: their maximum age, in versions.
+        replayed_staleness_max: their maximum age.
     """
 
     num_rollouts: int
@@ -140,7 +140,7 @@ class ReplayBuffer:
         capacity: maximum number of completions; first in, first out.
         max_per_prompt: maximum number of completions per prompt.
         max_staleness: age in versions after which a completion is dropped.
-        min_prompts: replay starts when this many prompts are stored; until then steps have fresh groups only.
+        min_prompts: stored prompts at which replay starts; until then steps have fresh groups only.
         weighting: sampling weights; None is `UniformReplay()`.
         seed: seed of the draws.
 
@@ -183,7 +183,7 @@ class ReplayBuffer:
         return max(1, round(self.fresh_fraction * groups_per_step))
 
     def mix(self, fresh: Sequence[RolloutGroup], groups_per_step: int, version: int) -> list[RolloutGroup]:
-        """Groups of a step: the fresh ones and draws from the buffer. Then adds the fresh ones to the buffer."""
+        """Groups of a step: fresh ones and draws from the buffer; then adds the fresh ones to it."""
         self.expire(version)
         replayed: list[RolloutGroup] = []
         if len(self._prompts) >= self.min_prompts:
@@ -226,7 +226,7 @@ class ReplayBuffer:
     def sample(
         self, num_groups: int, group_size: int, version: int, exclude: set[_Key] | None = None
     ) -> list[RolloutGroup]:
-        """Groups of different prompts, drawn without replacement; fewer if not enough are stored."""
+        """Groups of different prompts, drawn without replacement; fewer if too few are stored."""
         ages = {
             key: version - max(stored.version for stored in rollouts.values())
             for key, rollouts in self._prompts.items()
@@ -255,7 +255,7 @@ class ReplayBuffer:
         return [items[n] for n in top]
 
     def clear(self) -> None:
-        """Removes the completions of a checkpoint, because they were scored or recorded with other settings."""
+        """Removes a checkpoint's completions, which were scored or recorded with other settings."""
         log.warning(
             "resume: the checkpoint's replay buffer (%d completions) is discarded, because the completions were scored "
             "or recorded with other settings",
@@ -291,7 +291,7 @@ class ReplayBuffer:
         )
 
     def snapshot(self) -> Snapshot:
-        """Snapshot of the present state, for a later `state_dict`."""
+        """The present state, for a later `state_dict`."""
         entries = [self._prompts[key][ids] for key, ids in self._order]
         return entries, list(self._prompts), dict(self._counts), self._random.getstate()
 
@@ -329,7 +329,7 @@ def _key(group: RolloutGroup) -> _Key:
 
 
 def _all_ids(rollout: Rollout) -> tuple[int, ...]:
-    """Tokens of all rows, by which completions of one prompt are equal; -1 between rows and before another prompt."""
+    """Tokens of all rows, which identify a prompt's completions; -1 between rows and before another prompt."""
     ids = rollout.token_ids
     if rollout.prompt_ids is not None:
         ids = (*rollout.prompt_ids, -1, *ids)
@@ -339,7 +339,7 @@ def _all_ids(rollout: Rollout) -> tuple[int, ...]:
 
 
 def _restored(kind: type[Row], fields: dict[str, Any]) -> Row:
-    """A row of a checkpoint; in older ones some fields have other names, or are missing."""
+    """A row of a checkpoint, perhaps an older one, where some fields have other names or are missing."""
     given = {EARLIER_NAMES.get(name, name): value for name, value in fields.items()}
     if given.get("head") is not None:
         given["head"] = SamplerHead(**given["head"])

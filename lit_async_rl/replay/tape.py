@@ -1,8 +1,8 @@
 """Rollout tape: every group trained on, in atomically written Arrow files.
 
-A folder of files `steps-<first>-<last>-<checksum>.arrow` (Arrow IPC, one row per rollout, see
-`lit_async_rl.replay.tape`), each written under a temporary name and renamed. The checksum in the name, 16
-hexadecimal digits of the content's SHA-256, is verified on reading, and `manifest.jsonl` lists the files of the tape.
+A folder of files `steps-<first>-<last>-<checksum>.arrow` (Arrow IPC, one row per rollout), each written under a
+temporary name and renamed. The checksum in the name, 16 hexadecimal digits of the content's SHA-256, is verified on
+reading, and `manifest.jsonl` lists the files.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class TapeFile:
     """A file of a tape.
 
     Attributes:
-        path: path of the file; its name contains the following three.
-        first: its first step.
-        last: its last step.
-        checksum: checksum of its content, see `checksum`.
+        path: its name contains the following three.
+        first: first step.
+        last: last step.
+        checksum: of its content, see `checksum`.
         rows: number of rows; None if no manifest lists it.
     """
 
@@ -80,7 +80,7 @@ def tape_files(folder: Path) -> list[TapeFile]:
     """Files that belong to a tape, in order of steps.
 
     Raises:
-        ValueError: a file is missing, does not belong to the tape, or overlaps with another.
+        ValueError: a file is missing, does not belong to the tape, or overlaps another.
     """
     there = [file for path in sorted(folder.glob("steps-*.arrow")) if (file := tape_file(path))]
     listed = _read_manifest(folder)
@@ -230,7 +230,7 @@ SCHEMA = pa.schema(
 
 
 def to_row(group: RolloutGroup, sample: int) -> dict[str, Any]:
-    """Columns of one rollout except those of its step: `step`, `policy_version` and `written_at`."""
+    """Columns of one rollout without those of its step."""
     rollout = group.rollouts[sample]
     return {
         "group": group.index,
@@ -363,9 +363,9 @@ class TapeStep:
 
     Attributes:
         step: number of the optimizer step, from 0.
-        version: version of the policy in that step.
-        groups: the groups.
-        sampling: sampling settings that the log-probabilities depend on; None on tapes without them.
+        version: of the policy in that step.
+        groups: trained on.
+        sampling: settings that the log-probabilities depend on; None on tapes without them.
         arrived: what `RolloutDataModule.take_rewards` returned in the step; None if nobody asked.
     """
 
@@ -389,9 +389,9 @@ class Tape:
     """Reader of a tape.
 
     Args:
-        folder: folder written by a `TapeWriter`.
+        folder: written by a `TapeWriter`.
         sampling: sampling settings that the recorded log-probabilities must have; None accepts any.
-        max_staleness: age in versions above which the first step with older tokens is reported; None reports none.
+        max_staleness: age in versions; the first step with older tokens is reported. None reports none.
 
     Raises:
         FileNotFoundError: there is no tape.
@@ -415,7 +415,7 @@ class Tape:
         return len(self._files)
 
     def steps(self, first_step: int = 0) -> Iterator[TapeStep]:
-        """Iterates over the steps in order, with one file at a time in memory.
+        """Iterates over the steps in order, with one file in memory.
 
         Raises:
             ValueError: a file is damaged, or a step was sampled with other settings than `sampling`.
@@ -426,7 +426,7 @@ class Tape:
             yield from (self._checked(step) for step in _steps_of(file) if step.step >= first_step)
 
     def evenly_spaced_steps(self, max_steps: int) -> Iterator[TapeStep]:
-        """The first step of each of at most `max_steps` evenly spaced files, the last file among them."""
+        """First steps of at most `max_steps` evenly spaced files, the last file among them."""
         parts = min(max_steps, len(self._files))
         for number in sorted({round(n * (len(self._files) - 1) / max(1, parts - 1)) for n in range(parts)}):
             yield from map(self._checked, _steps_of(self._files[number], only_first=True))
@@ -510,14 +510,14 @@ def read_file(file: TapeFile) -> pa.Table:
 class TapeWriter:
     """Appends steps to a tape.
 
-    Nothing is lost on a full disk: a warning is logged, and the rows stay in memory and are written with the next step.
-    At the end `close` waits for space.
+    Nothing is lost on a full disk: it logs a warning, and keeps the rows in memory until the next step. At the end
+    `close` waits for space.
 
     Args:
-        folder: folder of the tape, created if missing.
-        first_step: first step of the writing run, after a resume. Recorded steps from this one on are superseded: their
-            files are renamed to `*.undone`, which readers ignore.
-        unwritten_rows: `unwritten_rows` of the interrupted run.
+        folder: of the tape, created if missing.
+        first_step: of the writing run, after a resume. Recorded steps from it on are superseded: their files are
+            renamed to `*.undone`, which readers ignore.
+        unwritten_rows: those of the interrupted run.
 
     Raises:
         ValueError: a file is damaged.
@@ -538,7 +538,7 @@ class TapeWriter:
             raise
 
     def _set_aside_from(self, first_step: int) -> None:
-        """Renames the files of recorded steps from `first_step` on, and rewrites the manifest without them."""
+        """Renames the files of steps from `first_step` on, and rewrites the manifest without them."""
         files = tape_files(self.folder)
         undone = [file for file in files if file.last >= first_step]
         files = [file for file in files if file.last < first_step]
@@ -582,7 +582,7 @@ class TapeWriter:
         self._rows += rows
 
     def close(self, timeout_s: float) -> None:
-        """Writes the remaining rows; retries while the disk is full.
+        """Writes the remaining rows, with retries while the disk is full.
 
         Raises:
             OSError: the disk is still full after `timeout_s`.
@@ -622,7 +622,7 @@ class TapeWriter:
                 del self._unlisted[0]
 
     def _write(self) -> list[TapeFile]:
-        """Writes the appended steps; returns their file, or none if there are no steps or the disk is full."""
+        """Writes the appended steps; returns their file, none without steps or on a full disk."""
         if not self._rows:
             return []
         sink = pa.BufferOutputStream()

@@ -1,4 +1,4 @@
-"""Training from a tape instead of an engine: repeats a recorded run, or trains on its data with other settings."""
+"""Training from a tape instead of an engine: repeats a recorded run, or trains on it with other settings."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class NoEngine(RolloutEngine):
 
     Args:
         scores: whether the recorded run had an environment instead of a reward.
-        configured: engine of the settings. It is not set up, but validation uses its number of slots and its
-            environment.
+        configured: engine of the settings, not set up: validation uses its number of slots and its environment.
     """
 
     in_flight_weight_updates = True
@@ -75,17 +74,17 @@ class Replay:
     """Hands out the groups of a tape in order, in place of a `Producer`.
 
     Token versions are shifted to the staleness of the recorded run, also if updates are skipped or the run does not
-    start at version 0. Groups keep their indices, unless another one of the step has it: a step may be larger than the
+    start at version 0. A group keeps its index unless another one of the step has it: a step may be larger than the
     recorded ones, to which `ReplayBuffer` can have given the same prompt again.
 
     Args:
-        tape: tape to read.
+        tape: to read.
         first_step: step of the tape to begin with.
-        admission: admission of the settings; groups keep their recorded staleness.
+        admission: of the settings; groups keep their recorded staleness.
 
     Attributes:
-        num_used: number of groups handed out.
-        num_before_step: number of groups handed out before the present step.
+        num_used: groups handed out.
+        num_before_step: groups handed out before the present step.
     """
 
     def __init__(self, tape: Tape, first_step: int, admission: Admission) -> None:
@@ -113,13 +112,13 @@ class Replay:
         self.version = version
 
     def take_rewards(self) -> list[float]:
-        """Rewards that had arrived in the recorded run; its steps' own where that did not ask for them."""
+        """Rewards that had arrived in the recorded run; those of its steps where it did not ask for them."""
         arrived = self._arrived
         self._arrived = []
         return arrived
 
     def discard_after(self, version: int) -> None:
-        """Does nothing: the tape has what replaced the discarded groups in the recorded run."""
+        """Does nothing: the tape has the groups that replaced the discarded ones."""
 
     def set_max_staleness(self, max_staleness: int) -> None:
         """Sets the bound; it does not change the recorded staleness."""
@@ -131,16 +130,12 @@ class Replay:
         self._step_indices = set()
 
     def state_dict(self, step_is_done: bool) -> dict[str, Any]:
-        """Position in the tape: first step, and number of groups trained on since.
-
-        Args:
-            step_is_done: whether the groups of the present step were trained on.
-        """
+        """Position in the tape: first step, and groups trained on since, the present step's if `step_is_done`."""
         num_groups = self.num_used if step_is_done else self.num_before_step
         return {TAPE: {"first_step": self._first_step, "num_groups": num_groups}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues at a saved position, counted in groups: steps of tape and trainer may differ in size."""
+        """Continues at a saved position, in groups: steps of tape and trainer may differ in size."""
         if position := state.get(TAPE):
             self._first_step = position["first_step"]
             self._steps = self._tape.steps(self._first_step)

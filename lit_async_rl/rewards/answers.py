@@ -1,7 +1,7 @@
 """Parser of final answers: numbers, mixed numbers, percentages, quantities with units, choices and words.
 
-`read_answer` decides how an answer is compared: as a value, by `math-verify`, or as words. References and completions
-are parsed by the same rules, so that `2 1/2` is 5/2 in both. Only the standard library is imported: grader processes
+`read_answer` decides how an answer is compared: as a value, by `math-verify`, or as words. The same rules hold for
+references and completions, so that `2 1/2` is 5/2 in both. Imports the standard library only, because grader processes
 use this module, and importing torch takes seconds.
 """
 
@@ -119,9 +119,9 @@ class Answer:
     Attributes:
         math: LaTeX without the unit, to be compared as a value; None for words.
         number: value of a number, quantity or percentage, without unit and percent sign; None for anything else.
-        unit: unit or currency as written, also of a formula; None without one.
+        unit: unit or currency as written, also of a formula.
         is_percentage: whether it has a percent sign: 50% equals both 50 and 1/2.
-        words: normalised text, to be compared as a string; None for mathematics.
+        words: normalised text, to be compared as such; None for mathematics.
     """
 
     math: str | None = None
@@ -209,7 +209,7 @@ def _split_unit(text: str) -> tuple[str, str | None]:
 
 
 def read_as_quantity(text: str, unit: str | None) -> Answer:
-    """Parses an answer given the reference's unit: the same unit may follow without a space, as in `5m`."""
+    """Parses an answer, in which the reference's unit may follow without a space, as in `5m`."""
     answer = read_answer(text)
     if answer.number is not None or unit is None:
         return answer
@@ -297,16 +297,10 @@ def _priced(currency: str, unit: str | None) -> str | None:
 
 
 def last_quantity(completion: str, unit: str | None) -> Answer | None:
-    """The answer of a running text, if that is a number: behind `answer is`, else the last one of the last sentence.
+    """The number in the answer of a text without a box: behind `answer is`, else the last one of the last sentence.
 
-    Numbers with a unit of the reference's kind count before others: `300 km` in `it travels 300 km in 3 hours`.
-
-    Args:
-        completion: without a box.
-        unit: of the reference.
-
-    Returns:
-        None if there is no number, or it is a part of a formula.
+    None if there is none, or it is part of a formula. Numbers with a unit of the same kind as the reference's `unit`
+    count before others: `300 km` in `it travels 300 km in 3 hours`.
     """
     text = _MATH_IN_TEXT.sub(_without_dollars, completion[-MAX_TEXT_CHARS:].replace("**", ""))
     announced = _ANNOUNCED.split(text)[-1]
@@ -326,7 +320,7 @@ def last_quantity(completion: str, unit: str | None) -> Answer | None:
 
 
 def tags_as_announcements(completion: str) -> str:
-    """A completion in which `<answer>5</answer>` is a line of its own, `answer: 5`.
+    """A completion in which `<answer>5</answer>` becomes a line of its own, `answer: 5`.
 
     Several lines without a closing tag are no answer: they follow a mention of the tag.
     """
@@ -340,8 +334,8 @@ def tags_as_announcements(completion: str) -> str:
 def announced_formula(completion: str) -> str | None:
     r"""The formula on the rest of the line behind the last `answer is`, `answer:` or `####`.
 
-    None without one: with words beside it (`x + 1, not x + 2`), in a question, or where LaTeX's delimiters show it, as
-    a box does. Three numbers with colons would be read as a quotient of quotients, and are none, too.
+    None without one: with words beside it (`x + 1, not x + 2`), in a question, or if a box or LaTeX's delimiters show
+    it. Nor are three numbers with colons one, which would be read as a quotient of quotients.
     """
     _, *announced = _ANNOUNCED.split(completion[-MAX_TEXT_CHARS:].replace("**", ""))
     if not announced or "\\boxed" in completion:
@@ -462,7 +456,7 @@ def final_choice(completion: str) -> str:
 
 
 def normal_words(text: str) -> str:
-    """Lower case, single spaces, without markup, quotes and punctuation around it; a choice becomes its letter."""
+    """Lower case, single spaces, no surrounding markup, quotes and punctuation; a choice becomes its letter."""
     text = " ".join(text.replace("\\", " ").replace("**", " ").replace("$", " ").split()).casefold()
     text = re.sub(r"(?<=\d)(?::00)?\s*([ap])\.?\s?m\b\.?", r" \1m", text)  # 9:00 a.m. becomes 9 am
     text = text.strip(" .,;:!?\"'`*_")

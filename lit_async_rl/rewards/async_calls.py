@@ -6,8 +6,8 @@
 | filing thread | a finished or abandoned call | the event loop, `abandon`, `close` |
 | caller of `put` and `abandon` | nothing | |
 
-A separate thread files outcomes, because filing takes the producer's lock, which may be held while an engine accepts
-requests: a loop that waits for it would let the connections of all other calls time out.
+A separate thread files outcomes, because that takes the producer's lock, which may be held while an engine accepts
+requests: a loop that waited for it would let the connections of all other calls time out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CallUnderWay(Generic[J, R]):
         job: job being scored.
         loop: runs it.
         lane: lowest number free among concurrent calls.
-        future: future of its coroutine, for cancelling.
+        future: of its coroutine, for cancelling.
         has_started: whether the loop has started it.
         began: `time.monotonic` when its work began, see `AsyncCalls`; 0 before.
         seconds: duration; 0 until it has ended.
@@ -60,11 +60,11 @@ class AsyncCalls(Generic[J, R]):
 
     Args:
         limit: concurrent calls.
-        call: scores a job; never raises. It calls its second argument when the work begins, which may be long after
-            the call if the reward has its own queue, and may call it again whenever a part of the work is done.
+        call: scores a job; never raises. It calls its second argument when the work begins, long after the call if the
+            reward has its own queue, and perhaps again whenever a part of the work is done.
         is_wanted: whether a job is still needed; asked just before it is called.
         on_begin: called when the work on a job begins, in the thread that says so.
-        on_progress: called likewise when the work gets on.
+        on_progress: likewise, when the work gets on.
         on_end: called in the filing thread when a call has ended.
         runs: kind and name of the reward, for messages.
     """
@@ -103,7 +103,7 @@ class AsyncCalls(Generic[J, R]):
 
     @property
     def num_blocked(self) -> int:
-        """Event loops blocked by a call; their threads cannot be ended."""
+        """Event loops blocked by a call, whose threads cannot be ended."""
         return self._loop.num_blocked
 
     def put(self, job: J) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation of a reward function on one completion: its name and form, its errors with their origin, its value."""
+"""Evaluation of a reward function on one completion: name, form, errors with their origin, and value."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ GIVEN_BY_NAME = ("token_ids", "begun")  # to a reward with parameters of these n
 def check_reward(reward: Any, setting: str = "data.reward") -> None:
     """Refuses a reward that cannot be called as `reward(prompt, completion)`, before anything is sampled.
 
-    Args:
-        reward: in any form, see `as_reward_function`.
-        setting: for messages.
+    The forms of `as_reward_function` are accepted.
 
     Raises:
         ValueError: the reward is no function, is a class, or has other parameters.
@@ -98,9 +96,9 @@ def _misfit(signature: inspect.Signature, error: TypeError) -> str:
 class NamedErrors:
     """Context that turns every error of a reward into a `RewardError` with its origin.
 
-    Every one, since an exit or a cancellation in a thread would end the run silently; except Ctrl-C in the main thread,
-    as of the command that grades a file. A class, since `contextlib.contextmanager` re-raises `StopIteration` in place
-    of an error caused by it.
+    That includes exits and cancellations, which in a thread would end the run silently, but not Ctrl-C in the main
+    thread, as of the command that grades a file. It is a class because `contextlib.contextmanager` re-raises
+    `StopIteration` in place of an error caused by it.
 
     Args:
         where: completes "... raised"; called after an error.
@@ -156,14 +154,9 @@ def score(
     wait: Callable[[Awaitable[float]], float] = run_once,
     token_ids: Sequence[int] = (),
 ) -> float:
-    """Evaluates the reward of one completion.
+    """Evaluates the reward of one completion; `wait` returns the result of an `async` one.
 
-    Args:
-        reward: reward function, plain or `async`.
-        prompt: prompt of the completion.
-        completion: text to score.
-        wait: returns the result of an `async` reward.
-        token_ids: token ids of the completion with its stop token; passed if the reward has a parameter of that name.
+    `token_ids`, with the stop token, are passed if the reward has a parameter of that name.
 
     Raises:
         RewardError: the function raised, or did not return a finite number.

@@ -1,4 +1,4 @@
-"""Several named rewards of one completion, and their combination into the reward used in training."""
+"""Several named rewards of one completion, and their combination into the training reward."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class CombinedReward:
             letters, digits, `_` and `-`.
         weights: weight of each part in the sum; 1 by default.
         combine: `sum`: sum over the parts of weight times reward. `product`: product of the parts, without weights.
-        gates: minimum rewards of some parts; if one is not reached, all parts without a gate are 0 in the combination.
-            Conditioned rewards of GDPO, arXiv:2601.05242, section 3.
-        success: part that is compared with the success threshold, for pass@k and pass rates; None is the only part that
-            is a grader, or else the combined reward.
+        gates: minimum rewards of some parts; if one is not reached, all parts without a gate count as 0. Conditioned
+            rewards of GDPO, arXiv:2601.05242, section 3.
+        success: part compared with the success threshold, for pass@k and pass rates; None is the only grader among the
+            parts, or else the combined reward.
 
     Raises:
         ValueError: there are no parts, a setting names an unknown part, or a setting is out of range.
@@ -108,9 +108,9 @@ class CombinedReward:
         """Calls the plain parts.
 
         Returns:
-            The score, or a function that calls the `async` parts in an event loop. Its argument `begun` is called when
-            the work of the last of them begins, and when one with its own queue then calls its own `begun` again: the
-            time in which one waits for its turn is not that of the call.
+            The score, or a function that calls the `async` parts in an event loop. It calls its argument `begun` when
+            the last of them begins to work, and whenever one with its own queue calls its `begun` again later: waiting
+            for a turn is no time of the call.
 
         Raises:
             RewardError: see `__call__`.
@@ -134,7 +134,7 @@ class CombinedReward:
         calls: Mapping[str, Callable[..., Awaitable[Any]]],
         begun: Callable[[], None] = lambda: None,
     ) -> Score:
-        """Calls the `async` parts, all at once: two judges take as long as the slower one."""
+        """Calls the `async` parts concurrently: two judges take as long as the slower one."""
         waiting = set(calls)
 
         def begin(name: str) -> None:  # from the thread of a judge, too
@@ -202,7 +202,7 @@ class CombinedReward:
         return Score(self.combined(parts), parts)
 
     def combined(self, parts: Mapping[str, float]) -> float:
-        """The combination of a completion's parts; parts that do not apply are missing in `parts`."""
+        """The combination of the parts that apply to a completion."""
         is_closed = any(name in parts and parts[name] < least for name, least in self.gates.items())
         counted = {name: 0.0 if is_closed and name not in self.gates else value for name, value in parts.items()}
         if self.combine == "product":
@@ -211,7 +211,7 @@ class CombinedReward:
 
     @property
     def call_timeout_s(self) -> float | None:
-        """Sum of the time limits of parts in separate processes, in seconds; they are called one after the other."""
+        """Sum of the time limits of parts in separate processes, which are called one after the other, in seconds."""
         limits = [getattr(part, "call_timeout_s", None) for part in self.rewards.values()]
         known = [limit for limit in limits if limit is not None]
         return sum(known) if known else None
@@ -230,11 +230,9 @@ def named_parts(reward: Any) -> list[tuple[str, Any]]:
 
 
 def name_answers(owner: Any, answer_field: str | None) -> None:
-    """Sets the answer's column for rewards in TRL's form, unless it is set already.
+    """Sets the answer's column of the prompts for rewards in TRL's form, unless it is set already.
 
-    Args:
-        owner: reward, or an environment or agent with a `reward`; a judge may have one as its `fallback`.
-        answer_field: of the prompts.
+    The owner is a reward, or an environment or agent with a `reward`; a judge may have one as its `fallback`.
     """
     found = [owner]
     for one in found:  # which grows

@@ -26,13 +26,13 @@ def wants(reward: Callable[..., Any], parameter: str) -> bool:
 
 
 def wanted(reward: Callable[..., Any], **offered: Any) -> dict[str, Any]:
-    """Those arguments for which a reward has parameters of these names, such as `token_ids`."""
+    """Those arguments, such as `token_ids`, for which a reward has parameters."""
     parameters = _parameters(reward)
     return {name: value for name, value in offered.items() if name in parameters}
 
 
 def as_reward_function(reward: Callable[..., Any], answer_field: str | None = None) -> Callable[..., Any]:
-    """Converts a reward to a function of one completion; its form is recognized by its parameters.
+    """Converts a reward, whose parameters show its form, to a function of one completion.
 
     | parameters | form |
     |---|---|
@@ -43,7 +43,7 @@ def as_reward_function(reward: Callable[..., Any], answer_field: str | None = No
 
     Args:
         reward: function or callable object.
-        answer_field: parameter for the reference answer of a reward in TRL's form, in addition to `answer`.
+        answer_field: name of the reference answer for a reward in TRL's form, besides `answer`.
 
     Raises:
         ValueError: a callable object has the completion first.
@@ -77,7 +77,7 @@ class _ByKeyword(RemoteProxy):
 
 
 def _in_other_order(parameters: dict[str, inspect.Parameter], names: tuple[str, str]) -> bool:
-    """Whether two parameters are there by name, and not where a call by position would put them."""
+    """Whether there are two parameters of these names, but not where a call by position would put them."""
     named = {name for name, one in parameters.items() if one.kind is not one.POSITIONAL_ONLY}
     return set(names) <= named and tuple(parameters)[:2] != names
 
@@ -85,13 +85,13 @@ def _in_other_order(parameters: dict[str, inspect.Parameter], names: tuple[str, 
 class BatchedReward:
     """A reward function of batches, `reward(prompts, completions) -> list`, for a model that scores many at once.
 
-    A batch consists of the completions that wait at that moment, of one or several groups. One batch is scored at a
-    time. The value None means that the reward does not apply to a completion, see `CombinedReward`.
+    A batch has the completions that wait at that moment, of one or several groups. One batch is scored at a time. None
+    means that the reward does not apply to a completion, see `CombinedReward`.
 
     Args:
-        reward: function from a list of `Prompt` and a list of texts to a list of as many numbers.
-        max_batch_size: largest number of completions in a batch. `data.scoring.workers` is increased to it, because one
-            worker waits for each completion.
+        reward: function from a list of `Prompt` and a list of texts to as many numbers.
+        max_batch_size: most completions in a batch. `data.scoring.workers` is increased to it, because one worker waits
+            for each completion.
     """
 
     def __init__(self, reward: Callable[..., Any], max_batch_size: int = MAX_BATCH_SIZE) -> None:
@@ -109,7 +109,7 @@ class BatchedReward:
         return type(self), (self.reward, self.max_batch_size)
 
     def __call__(self, prompt: Prompt, completion: str) -> Any:
-        """Value of the completion. Blocks until its batch is scored; the scorer limits the time."""
+        """Value of the completion. Blocks until its batch is scored; the scorer limits the wait."""
         future = Future[Any]()
         waiting: _Call = (prompt, completion, future)
         with self._queue_lock:
@@ -136,7 +136,7 @@ class BatchedReward:
             return any(one is call for one in self._waiting)
 
     def abandon_batch(self, age_s: float) -> None:
-        """Lets others be scored beside a batch that has not returned for `age_s`, and may never."""
+        """Lets others be scored while a batch has not returned for `age_s`, and may never."""
         began = self._began
         if began is not None and clock.now() - began >= age_s:
             self._began = None
@@ -192,14 +192,14 @@ class TakesAnswerField:
 class TRLReward(BatchedReward, TakesAnswerField):
     """A reward function in the form of TRL's `GRPOTrainer`: `reward(completions, **columns) -> list`.
 
-    It is called with keyword arguments, each a list with one entry per completion, if it has parameters of these names
+    It is called with those keyword arguments, each a list with one entry per completion, for which it has parameters
     (or `**kwargs`): `prompts` and `completions` (texts, or lists of messages if the prompts are conversations),
-    `answer`, and the other fields of the prompts' records, each as its record has it: a number stays one. TRL's
-    `completion_ids`, `trainer_state`, `log_extra` and `log_metric` are not supported.
+    `answer`, and the other fields of the prompts' records, unconverted: a number stays one. TRL's `completion_ids`,
+    `trainer_state`, `log_extra` and `log_metric` are not supported.
 
     Args:
         reward: reward function.
-        answer_field: second name of the reference answer among the arguments, besides `answer`.
+        answer_field: second name of the reference answer, besides `answer`.
         max_batch_size: see `BatchedReward`.
     """
 

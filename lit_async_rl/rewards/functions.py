@@ -26,10 +26,7 @@ from lit_async_rl.utils.identity import module_code
 
 
 def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
-    """Makes `grade(task, config as JSON, entry, answer)`, the score defined by the task.
-
-    The score is 0 for a text that the task cannot read, which raises for some tasks only.
-    """
+    """Makes `grade(task, config as JSON, entry, answer)`, the task's score; 0 for a text that the task cannot read."""
     import reasoning_gym
 
     @functools.lru_cache(maxsize=64)
@@ -50,9 +47,9 @@ def reasoning_grader() -> Callable[[str, str, Mapping[str, Any], str], float]:
 def load_reward(path: str) -> Callable[..., Any]:
     """Imports the reward function `package.module.name`, and makes a function that checks its return values.
 
-    Each call has the answer's column for a reward in TRL's form, see `name_answers`. Without a completion, the function
-    returns the completion with the prompt's reference answer. Without a prompt, it returns full marks and whether there
-    is partial credit. Both are None for a reward that is not a grader. An `async` reward is awaited.
+    Each call has the answer's column for a reward in TRL's form, see `name_answers`. Without a completion, a grader
+    gives the completion with the prompt's reference answer; without a prompt, full marks and whether there is partial
+    credit; other rewards give None. An `async` reward is awaited.
     """
     from lit_async_rl.rewards.combined import name_answers  # in the child only
 
@@ -94,7 +91,7 @@ def exact_match(prompt: Prompt, completion: str) -> float:
 
 
 def no_reward(prompt: Prompt, completion: str) -> float:
-    """0 for every completion: for distillation alone, where nothing is to be measured either."""
+    """0 for every completion: for distillation alone, where nothing is measured either."""
     return 0.0
 
 
@@ -102,9 +99,7 @@ def no_reward(prompt: Prompt, completion: str) -> float:
 @grades(lambda prompt: prompt.answer, partial_credit=True)
 @any_accepted
 def share_correct(prompt: Prompt, completion: str) -> float:
-    """Share of characters equal to the answer at the same position; 1 only for the answer itself.
-
-    Denser than `exact_match`: gives partial credit.
+    """Share of characters equal to the answer at the same position, which gives partial credit; 1 only for the answer.
 
     Raises:
         ValueError: the prompt has no answer.
@@ -165,12 +160,12 @@ def _in_a_box(prompt: Prompt) -> str | None:
 class MathVerify:
     """1 if the final answer of the completion equals the reference mathematically (`1/2` and `0.5`), else 0.
 
-    Uses the `math-verify` library: pip install "lit-async-rl[tasks]". The reference may be a worked solution in the
-    format of GSM8K, with the answer after `####`. Units are compared where both sides have one that is known: 18 cents
-    are not 18 dollars, and 1.8 m are 180 cm. A missing unit is no error, and counted objects are not compared.
+    Needs the `math-verify` library: pip install "lit-async-rl[tasks]". The reference may be a worked solution in the
+    format of GSM8K, with the answer after `####`. Units are compared if both sides have a known one: 18 cents are not
+    18 dollars, and 1.8 m are 180 cm. A missing unit is no error, and counted objects are not compared.
 
     Args:
-        timeout_s: time limit per completion in seconds; the reward is 0 after a timeout. The library runs in a separate
+        timeout_s: time limit per completion in seconds, after which the reward is 0. The library runs in a separate
             process, because a completion may contain 9^9^9^9.
 
     Raises:
@@ -194,7 +189,7 @@ class MathVerify:
         return self._explained(prompt, completion)[0]
 
     def explain(self, prompt: Prompt, completion: str) -> tuple[float, str, str]:
-        """Reward of the completion, the answer that was extracted from it, and why; raises as a call does."""
+        """Reward of the completion, its extracted answer, and the reason; raises as a call does."""
         variants = [replace(prompt, answer=answer, other_answers=()) for answer in prompt.answers] or [prompt]
         return max((self._explained(variant, completion) for variant in variants), key=lambda found: found[0])
 
@@ -212,19 +207,19 @@ class MathVerify:
 class IsolatedReward(TakesAnswerField):
     """Runs a reward function in a separate process, which is killed when a call times out.
 
-    `data.scoring.timeout_s` alone cannot end a call: its thread keeps using a core, or holds the GIL and blocks the
+    `data.scoring.timeout_s` alone cannot end a call, whose thread keeps using a core, or holds the GIL and blocks the
     process. With `data.scoring.tries` the completion is scored again. The trainer reads only a number from the process,
-    and kills its children with it. This is not a sandbox: the function has the trainer's access to files and network.
+    and kills its children with it. It is no sandbox: the function has the trainer's access to files and network.
 
     Args:
-        reward: dotted path `package.module.function`, imported in the child process; an `async` function
-            has an event loop for each call.
+        reward: dotted path `package.module.function`, imported in the child; an `async` function has an event loop for
+            each call.
         timeout_s: time limit per completion in seconds; must be less than `data.scoring.timeout_s`.
-        max_memory_gb: memory in GB (address space, on Linux) for calls, in addition to the imports; a call that exceeds
-            it fails with MemoryError. None is no limit.
+        max_memory_gb: memory in GB (address space, on Linux) for calls, beyond the imports; a call that exceeds it
+            fails with MemoryError. None is no limit.
 
     Attributes:
-        answer_field: of a function in TRL's form; the run sets it, and the reward's identity is without it.
+        answer_field: of a function in TRL's form; set by the run, and no part of the reward's identity.
 
     Raises:
         ValueError: a limit is not positive, or the path has no dot.
@@ -258,7 +253,7 @@ class IsolatedReward(TakesAnswerField):
         return float(value)
 
     def identified_by(self) -> dict[str, Any]:
-        """Code of the function's module, which affects rewards like an argument; see `reward_identity`."""
+        """Code of the function's module, which affects rewards as an argument does; see `reward_identity`."""
         return {"code": module_code(self.reward)}
 
     def ask_references(self) -> References | None:
@@ -271,7 +266,7 @@ class IsolatedReward(TakesAnswerField):
 
 
 def final_part(answer: str) -> str:
-    """Text after the last `####` of a worked solution in GSM8K's format; without `####`, the whole answer."""
+    """Text after the last `####` of a worked solution in GSM8K's format, or the whole answer without any."""
     return answer.rpartition("####")[2].strip()
 
 

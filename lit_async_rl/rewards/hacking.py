@@ -1,8 +1,8 @@
 """Signs of reward hacking: changes in a run whose policy earns rewards in an unintended way.
 
-Plain numbers in, names of signs out; `RewardHackingMonitor` is the callback. Each sign is a comparison of means over a
-window of steps, so that no single step decides, with hysteresis: it must hold for `patience` consecutive steps, and
-ends only after as many steps below 80 % of its threshold.
+Plain numbers in, names of signs out; `RewardHackingMonitor` is the callback. Each sign compares means over a window of
+steps, so that no single step decides, with hysteresis: it must hold for `patience` consecutive steps, and ends only
+after as many below 80 % of its threshold.
 
 The thresholds are not from one paper. Length that grows without accuracy is the bias of token-level normalisation
 (Liu et al. 2025, arXiv:2503.20783) and of learned rewards (Singhal et al. 2023, arXiv:2310.03716). Of human texts less
@@ -55,13 +55,13 @@ class Seen:
     Attributes:
         length: tokens of a completion.
         reward: of a completion.
-        accuracy: share of completions graded as correct; None if the reward is no grader.
+        accuracy: share of correct completions; None if the reward is no grader.
         length_pay: correlation of reward and length within groups, among completions with as many turns.
         repetition: share of repeated 4-grams.
         special_tokens: share of completions with a special token before their end.
         group_std: standard deviation of rewards within a group.
         answer: part of the reward compared with the success threshold.
-        parts: other parts of the reward.
+        parts: the others.
     """
 
     length: float
@@ -85,7 +85,7 @@ class HackingWatch:
 
     Args:
         length_growth: mean length, as a multiple of that of five windows before, while the accuracy has not risen by
-            0.02; of a reward that is no grader, while reward and length are correlated within groups (0.5), among
+            0.02; if the reward is no grader, while reward and length are correlated within groups (0.5), among
             completions with as many turns.
         repetition: share of repeated 4-grams, and 0.2 more than in the first window.
         special_tokens: share of completions with a special token before their end, and 0.1 more than in the first
@@ -93,9 +93,8 @@ class HackingWatch:
         answer_drop: fall of the answer's part, as a share of its largest value so far, while another part rises by as
             much or is at 95 % of its largest value.
         group_std: standard deviation within groups, as a multiple of that of the first window, while less than 0.9 of
-            the completions are right; of a reward that is no grader, while the reward is not above that of the first
-            window.
-        disagreement: share of the completions that the reward calls right and a second grader wrong, of at least 20.
+            the completions are right; if the reward is no grader, while it is not above its mean in the first window.
+        disagreement: share of at least 20 completions, right by the reward, that a second grader calls wrong.
         window: steps.
         patience: steps in a row.
 
@@ -136,7 +135,7 @@ class HackingWatch:
         self.found: dict[str, str] = {}  # active signs, with their descriptions
 
     def compare(self, is_right: bool) -> None:
-        """Adds the verdict of a second grader on a completion that the reward calls right."""
+        """Adds a second grader's verdict on a completion that the reward calls right."""
         self._compared.append(int(not is_right))
 
     @property
@@ -145,7 +144,7 @@ class HackingWatch:
         return statistics.fmean(self._compared) if len(self._compared) >= MIN_COMPARED else None
 
     def observe(self, seen: Seen) -> list[str]:
-        """Adds a step; returns the names of signs that begin at it."""
+        """Adds a step; returns the names of signs that begin."""
         row = seen.row()
         self._rows.append(row)
         # each value by itself, as short completions have no repetition; what begins after the window begins from 0
@@ -171,7 +170,7 @@ class HackingWatch:
         return [name for name, found in strengths.items() if self._decide(name, found)]
 
     def growth(self) -> float | None:
-        """Mean length of the current window over that of the oldest; None for fewer than two windows."""
+        """Mean length of the current window over that of the oldest; None before two windows."""
         if len(self._rows) < 2 * self.window:
             return None
         rows = list(self._rows)

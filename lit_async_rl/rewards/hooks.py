@@ -1,4 +1,4 @@
-"""Optional methods of a reward, which a run calls on it and on its parts.
+"""Optional methods of a reward, which a run calls on it or on its parts.
 
 | method | called |
 |---|---|
@@ -28,7 +28,7 @@ MAX_WAITING = 64  # threads waiting for one plain part of a combined reward
 
 
 def parts_of(reward: Any) -> list[Any]:
-    """The users' own rewards: the parts of a combined one, the function of a batched one; empty for None."""
+    """The user's own objects, see `owner_of`, in all parts of a reward; empty for None."""
     if isinstance(reward, CombinedReward):
         return [owner for part in reward.rewards.values() for owner in parts_of(part)]
     return [] if reward is None else [owner_of(reward)]
@@ -40,12 +40,12 @@ def owner_of(reward: Any) -> Any:
 
 
 def _found(reward: Any, name: str) -> list[Any]:
-    """An optional method or attribute of the reward or of its parts, from each that has it."""
+    """An optional method or attribute, from the reward or each part that has it."""
     return [one for owner in parts_of(reward) if (one := getattr(owner, name, None)) is not None]
 
 
 def num_threads(reward: Any, num_workers: int) -> int:
-    """Worker threads of a scorer: `num_workers`, or more if a batch or the calls of a plain part need them."""
+    """Worker threads of a scorer: `num_workers`, or more if a batch or a plain part's calls need them."""
     wanted = [num_workers, getattr(reward, "max_batch_size", 1)]
     if isinstance(reward, CombinedReward):
         wanted += [getattr(part, "max_batch_size", 1) for part in reward.rewards.values()]
@@ -55,12 +55,12 @@ def num_threads(reward: Any, num_workers: int) -> int:
 
 
 def num_actors(reward: Any) -> int | None:
-    """Number of a cluster's processes that call the reward, or a part of it; None if it is called here."""
+    """Number of a cluster's processes that call the reward or a part of it; None if it is called here."""
     return next(iter(_found(reward, "num_actors")), None)
 
 
 def metrics_of(reward: Any) -> dict[str, float]:
-    """Metrics of the reward and its parts."""
+    """Metrics of all parts."""
     found: dict[str, float] = {}
     for metrics in _found(reward, "metrics"):
         found |= metrics()
@@ -68,7 +68,7 @@ def metrics_of(reward: Any) -> dict[str, float]:
 
 
 def checking(encode: Callable[[Prompt], Sequence[int]], reward: Any) -> Callable[[Prompt], Sequence[int]]:
-    """Extends an encoding of prompts by the checks of the reward and its parts."""
+    """Extends an encoding of prompts by the checks of all parts."""
     checks = _found(reward, "check_prompt")
 
     def checked(prompt: Prompt) -> Sequence[int]:
@@ -80,36 +80,36 @@ def checking(encode: Callable[[Prompt], Sequence[int]], reward: Any) -> Callable
 
 
 def end_check(reward: Any) -> None:
-    """Tells the reward and its parts that the prompts have been checked."""
+    """Tells all parts that the prompts have been checked."""
     for end in _found(reward, "end_check"):
         end()
 
 
 def wants_folder(reward: Any) -> bool:
-    """Whether the reward or a part of it uses the folder of the run."""
+    """Whether a part uses the run's folder."""
     return bool(_found(reward, "use_folder"))
 
 
 def use_folder(reward: Any, folder: Path) -> None:
-    """Passes the folder of the run to the reward and its parts."""
+    """Passes the run's folder to all parts."""
     for use in _found(reward, "use_folder"):
         use(folder)
 
 
 def wants_policy(reward: Any) -> bool:
-    """Whether the reward or a part of it asks the policy in training."""
+    """Whether a part asks the policy in training."""
     return any(_found(reward, "wants_policy"))
 
 
 def use_policy(reward: Any, producer: Any) -> None:
-    """Gives rewards that ask the policy in training the producer, in whose engine it is; None takes it away."""
+    """Gives the producer, whose engine has the policy, to parts that ask it; None takes it away."""
     for owner in parts_of(reward):
         if getattr(owner, "wants_policy", False):
             owner.use_policy(producer)
 
 
 def save_state(reward: Any) -> dict[str, Any]:
-    """States of the reward and its parts, by position; empty without any."""
+    """States of all parts, by position; empty without any."""
     owners = enumerate(parts_of(reward))
     return {str(n): owner.save_state() for n, owner in owners if hasattr(owner, "save_state")}
 
@@ -122,6 +122,6 @@ def restore_state(reward: Any, state: Mapping[str, Any]) -> None:
 
 
 def close(reward: Any) -> None:
-    """Closes the reward and its parts. Safe to call twice, if theirs are."""
+    """Closes all parts. Safe to call twice if their `close` is."""
     for end in _found(reward, "close"):
         end()

@@ -21,12 +21,10 @@ _MISSING = object()
 
 
 def last_json(completion: str, like: Any = _MISSING) -> Any:
-    """The last JSON object or array of a completion, else the whole of it as JSON.
+    """The last JSON object or array of a completion, else all of it as JSON.
 
-    Args:
-        completion: text with JSON.
-        like: reference; JSON of its type counts before other JSON, such as the `[1]` of a footnote, and JSON at the
-            end of its line before such as stands within a sentence.
+    JSON of the type of the reference `like` counts before other JSON, such as the `[1]` of a footnote, and JSON at the
+    end of a line before that within a sentence.
 
     Raises:
         ValueError: there is none.
@@ -89,7 +87,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _exact(value: float | int) -> float | int:
-    """A float without a fraction as an integer: 1.2e23 as 12 * 10^22, which is not the integer that Python stores."""
+    """A float without a fraction as an integer: 1.2e23 as 12 * 10^22, unlike the integer that Python stores."""
     return int(Decimal(repr(value))) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -118,8 +116,8 @@ def json_match(prompt: Prompt, completion: str) -> float:
     """Share of the values of a JSON answer that are equal, at the same keys and positions; 1 only if all are.
 
     The last object of the completion counts, or the last array if the reference is one, also in a block of code; the
-    order of keys does not. Values that only one side has are wrong ones. `1` and `1.0` are equal, `"1"` and `1` are
-    not; integers are compared exactly, other numbers to nine digits.
+    order of keys does not. Values that only one side has are wrong. `1` and `1.0` are equal, `"1"` and `1` are not;
+    integers are compared exactly, other numbers to nine digits.
 
     Raises:
         ValueError: the prompt has no answer, or one that is not JSON.

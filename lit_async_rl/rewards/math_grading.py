@@ -1,7 +1,7 @@
 """Comparison of a final answer with a reference, in the process of a grader: see `MathVerify`.
 
-Numbers, quantities and words are parsed by `rewards.answers` on both sides, everything else by `math-verify`. torch is
-not imported.
+`rewards.answers` parses numbers, quantities and words of both sides, `math-verify` everything else. Does not import
+torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_SHOWN = 200  # characters of an extracted answer
 
 
 def math_grader() -> Callable[[str, str], tuple[bool | None, str, str]]:
-    """Makes `grade(reference, completion)`: whether the final answers are equal, the extracted answer, and why.
+    """Makes `grade(reference, completion)`: whether the answers are equal, the extracted one, and why.
 
     The first is None for a reference that cannot be parsed.
     """
@@ -117,7 +117,7 @@ def _solutions(parsed: Any) -> tuple[Any, frozenset[Any]] | None:
 
 
 def _graded_quantity(right: Answer, given: Answer, are_equal: Callable[[], bool]) -> tuple[bool, str, str]:
-    """Compares an answer that is a number with the reference; `are_equal` is how `math-verify` sees the two."""
+    """Compares a number with the reference; `are_equal` asks `math-verify`."""
     shown = answers.shown_quantity(given)[:MAX_SHOWN]
     if right.number is None or given.number is None or right.is_percentage or given.is_percentage:
         is_right = are_equal()

@@ -1,9 +1,9 @@
 """Check of graders on their own reference answers, in the background at the start of a run.
 
 A reward that compares completions with `prompt.answer` may fail to parse some answers: correct completions then always
-get 0, or wrong ones get 1. A reward that declares a completion for each reference answer (`References`) is called on a
-sample of prompts: it must give full marks to the prompt's own answer, and not to another prompt's answer. Other rewards
-are never called, because a call may cost money.
+get 0, or wrong ones get 1. On a sample of prompts, a reward that declares a completion for each reference answer
+(`References`) must give full marks to the prompt's own answer, and not to another prompt's. Other rewards are never
+called, because a call may cost money.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fault:
-    """A reference answer with a wrong grade.
-
-    Attributes:
-        prompt: prompt of the answer.
-        problem: description of the grade, for the warning.
-    """
+    """A prompt whose reference answer has a wrong grade, and the problem in words."""
 
     prompt: Prompt
     problem: str
@@ -53,12 +48,8 @@ def check_references(
 ) -> list[Fault]:
     """Grades each prompt with its own reference answer, and with a different one of the following prompts.
 
-    Args:
-        reward: grader, plain or `async`.
-        references: declaration of the grader.
-        prompts: sample of prompts; those without an answer are skipped.
-        wait: returns the result of an `async` reward.
-        is_wanted: called before each prompt; False ends the check.
+    Prompts without an answer are skipped. `wait` returns the result of an `async` reward; `is_wanted` is called before
+    each prompt, and False ends the check.
     """
     jobs: list[tuple[Prompt, str | None, tuple[str, str] | None]]
     if references.wrong is None:
@@ -93,7 +84,7 @@ def _other(following: Sequence[tuple[Prompt, str]], prompt: Prompt) -> tuple[str
 
 
 def _differ(one: str | None, other: str | None) -> bool:
-    """Whether two answers certainly differ: in value if both are numbers, else in their text."""
+    """Whether two answers certainly differ: as numbers if both are, else as text."""
     if one is None or other is None:
         return one is not other
     first = read_answer(one)
@@ -115,9 +106,7 @@ def _short(answer: str | None) -> str:
 class ReferenceCheck:
     """Checks a grader in a separate thread, and logs one warning about wrong grades; never ends a run.
 
-    Args:
-        reward: reward function; called only if it is a grader.
-        timeout_s: time limit of one call in seconds, for `async` rewards.
+    Other rewards are not called. A call of an `async` one may take `timeout_s` seconds.
     """
 
     def __init__(self, reward: Any, timeout_s: float = 60.0) -> None:
@@ -127,11 +116,7 @@ class ReferenceCheck:
         self._thread: threading.Thread | None = None
 
     def start(self, sources: Iterable[tuple[str, Sequence[Prompt]]]) -> None:
-        """Starts the check.
-
-        Args:
-            sources: pairs of setting and sample of its prompts.
-        """
+        """Starts the check, on pairs of setting and sample of its prompts."""
         graders = [(name, part) for name, part in named_parts(self._reward) if _may_grade(part)]
         if not graders:
             return
@@ -159,7 +144,7 @@ class ReferenceCheck:
             awaiter.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` seconds for the end of the check; returns whether it has ended."""
+        """Waits up to `timeout_s` for the end of the check; returns whether it has ended."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
@@ -191,7 +176,7 @@ def _warn_of(faults: list[Fault], name: str, setting: str, num_checked: int) -> 
 
 
 def sample_prompts(source: PromptSource, number: int = NUM_SAMPLES) -> list[Prompt]:
-    """Prompts spread evenly over a source, without unusable ones: the run itself reports those."""
+    """Prompts spread evenly over a source, without unusable ones, which the run reports."""
     size = len(source)
     prompts = []
     for n in sorted({n * size // min(number, size) for n in range(min(number, size))}):

@@ -1,4 +1,4 @@
-"""How a reward declares that it grades by reference answers. Imports nothing large: processes of rewards load it."""
+"""Declaration of a reward that grades by reference answers. Imports nothing large: processes of rewards load it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ R = TypeVar("R", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class References:
-    """Declares (as attribute `references` of a reward) that the reward grades by reference answers.
+    """Declares, as attribute `references` of a reward, that it grades by reference answers.
 
     Attributes:
         completion: function from a prompt to a completion that deserves full marks; None for a prompt without an
             answer.
         full_marks: reward of a correct answer; also the default of `success_reward`.
         partial_credit: whether a wrong answer may have a reward between 0 and full marks.
-        wrong: function from a prompt to a completion that does not deserve full marks, and a word for it; without one
-            it is the completion for another prompt.
-        reward: called in place of the reward, which counts its calls.
+        wrong: function from a prompt to a completion that does not deserve full marks, and a word for it; None takes
+            the completion for another prompt.
+        reward: called in place of a reward that counts its calls.
     """
 
     completion: Callable[[Prompt], str | None]
@@ -51,7 +51,7 @@ def explained(explain: Callable[[Prompt, str], tuple[str, str]]) -> Any:
     """Decorator of a reward function, for `lit-async-rl grade`.
 
     Args:
-        explain: function from prompt and completion to the text that is compared, and how it is compared.
+        explain: function from prompt and completion to the compared text, and how it is compared.
     """
 
     def declare(reward: R) -> R:
@@ -65,7 +65,7 @@ def explained(explain: Callable[[Prompt, str], tuple[str, str]]) -> Any:
 
 
 def any_accepted(reward: R) -> R:
-    """Decorator of a function or method that compares with `prompt.answer`: its maximum over all accepted answers."""
+    """Decorator of a function or method that compares with `prompt.answer`: maximum over all accepted answers."""
 
     @functools.wraps(reward)
     def best(*args: Any) -> float:

@@ -1,8 +1,8 @@
 """Scoring of completions, with a timeout: in worker threads, or for an `async` reward in one event loop.
 
 Workers wait for jobs (`submit` and `close` wake them); no thread waits for a worker. The producer thread calls `check`
-in each iteration, which raises errors of the workers. Workers are daemon threads, so that a hanging reward cannot keep
-the process alive. An `async` reward has no workers: see `async_calls`.
+in each iteration, which raises their errors. They are daemon threads, so that a hanging reward cannot keep the process
+alive. For an `async` reward, which has none, see `async_calls`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Awaiter(ReplaceableLoop):
     """Runs awaitables of a reward in one event loop, so that all waiting threads can share a client (an HTTP session).
 
     Args:
-        timeout_s: time limit of one awaitable, in seconds.
+        timeout_s: time limit of each, in seconds.
         reward: for messages.
     """
 
@@ -128,9 +128,8 @@ class Scorer:
     Args:
         reward: `reward(prompt, completion) -> float`; None if nothing is submitted.
         num_workers: completions scored concurrently.
-        timeout_s: time limit per completion, in seconds.
-        max_tries: number of attempts before a completion is given up, with a log line, see `Retries`. A call that
-            times out is abandoned, and its worker replaced.
+        timeout_s: time limit per completion, in seconds. A call that times out is abandoned, and its worker replaced.
+        max_tries: attempts before a completion is given up, with a log line, see `Retries`.
         backoff_s: seconds before the second attempt, see `TryPolicy`.
         records_spans: whether the workers appear in the timeline.
         policy: in place of the three limits, of a function that is not `data.reward`.
@@ -214,16 +213,10 @@ class Scorer:
         group: int | None = None,
         token_ids: Sequence[int] = (),
     ) -> None:
-        """Scores in the background; the worker thread calls `done(reward)` or `give_up()`.
+        """Scores in the background: the worker calls `done(reward)`, or `give_up()` after the last failed attempt.
 
-        Args:
-            prompt: prompt of the completion.
-            completion: text to score.
-            done: called with the reward.
-            give_up: called after the last failed attempt.
-            is_wanted: called before each attempt; False drops the job.
-            group: number of the group, for the timeline.
-            token_ids: token ids of the completion, for rewards with a parameter of that name.
+        `is_wanted` is called before each attempt; False drops the job. `group` is its number in the timeline.
+        `token_ids` of the completion are for rewards with a parameter of that name.
         """
         self._put(
             _Job(prompt, (completion,), done, give_up=give_up, is_wanted=is_wanted, group=group, token_ids=token_ids)
@@ -243,7 +236,7 @@ class Scorer:
         is_wanted: Callable[[], bool] = lambda: True,
         group: int | None = None,
     ) -> None:
-        """As `submit`, for a reward that `scores_groups`: all completions of a prompt, in one call."""
+        """As `submit`, for a reward that `scores_groups`: all completions of a prompt."""
         self._put(
             _Job(prompt, tuple(completions), done, give_up=give_up, is_wanted=is_wanted, group=group, is_group=True)
         )
@@ -300,7 +293,7 @@ class Scorer:
                 return
 
     def _end(self, number: Any, job: _Job, outcome: Outcome, *, began: float, seconds: float, lane: int) -> bool:
-        """Files an outcome; returns False if the worker must end, because it was replaced or this failed."""
+        """Files an outcome; False if the worker must end, because it was replaced or this failed."""
         if self._running.pop(number, None) is None or self._is_closed:  # it timed out meanwhile
             return False
         self._busy_s += seconds
@@ -377,7 +370,7 @@ class Scorer:
         return min(1.0, cpu_s / self._busy_s) if self._busy_s else 0.0
 
     def check(self) -> None:
-        """Raises errors of the workers, replaces those that timed out, and queues jobs whose pause is over.
+        """Raises errors of workers, replaces those that timed out, and queues jobs whose pause is over.
 
         Raises:
             RewardError: a call timed out in its last attempt, or too many calls hang.
@@ -410,7 +403,7 @@ class Scorer:
             self._check_abandoned()
 
     def _abandon_batches(self) -> None:
-        """Has the batch of a call that was left behind keep no others from being scored."""
+        """Lets others be scored beside the batch of an abandoned call."""
         for part in (self.reward, *getattr(self.reward, "rewards", {}).values()):
             if isinstance(part, BatchedReward):
                 part.abandon_batch(ALMOST * self.timeout_s)
@@ -473,13 +466,10 @@ def score_all(
     on_progress: Callable[[], None],
     token_ids: Sequence[Sequence[int]] | None = None,
 ) -> list[float | None]:
-    """Scores completions and returns rewards in their order, None for a completion that was given up. Blocks.
+    """Scores pairs of prompt and completion; returns rewards in their order, None for one that was given up. Blocks.
 
-    Args:
-        scorer: scorer of the completions.
-        completions: pairs of prompt and completion.
-        on_progress: called after each reward, and while calls are running within their limits.
-        token_ids: token ids of each completion, for rewards with a parameter of that name.
+    `on_progress` is called after each reward, and while calls run within their limits. The `token_ids` of each
+    completion are for rewards with a parameter of that name.
 
     Raises:
         RewardError: see `Scorer`.

@@ -1,4 +1,4 @@
-"""Threshold of the reward for correct completions: in held-out accuracy and in the pass rates of a curriculum."""
+"""Reward threshold of correct completions, for held-out accuracy and the pass rates of a curriculum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Success:
 
     Attributes:
         threshold: minimum reward of a correct completion.
-        part: part of a `CombinedReward` to compare with the threshold; None is the reward itself.
+        part: of a `CombinedReward`, compared with the threshold; None is the reward itself.
     """
 
     threshold: float = DEFAULT_THRESHOLD
@@ -33,7 +33,7 @@ class Success:
         """A threshold from the setting and the reward.
 
         Args:
-            setting: threshold; None is full marks if the reward declares itself a grader, else `DEFAULT_THRESHOLD`.
+            setting: threshold; None is full marks of a grader, else `DEFAULT_THRESHOLD`.
             grader: reward function. Of a `CombinedReward`, the part `success` is compared, or its only grader.
         """
         part: str | None = None
@@ -67,14 +67,11 @@ def only_grader(reward: CombinedReward) -> str | None:
 
 
 class SuccessWatch:
-    """Warns once if the threshold does not fit the rewards.
-
-    It does not fit if no reward reaches it, so that every rate is 0, or if it is the default although rewards take
-    values other than -1, 0 and 1.
+    """Warns once if no reward reaches the threshold, or if it is the default although rewards are not all -1, 0 or 1.
 
     Args:
-        setting: name of the threshold's setting, for the message.
-        rates: metrics that depend on the threshold, for the message.
+        setting: of the threshold, for the message.
+        rates: metrics that depend on it, for the message.
         is_default: whether the setting is None.
     """
 
@@ -88,7 +85,7 @@ class SuccessWatch:
         self._has_warned = False
 
     def add(self, rewards: Iterable[float | None]) -> None:
-        """Adds unfiltered rewards; None for a completion to which the compared part does not apply."""
+        """Adds unfiltered rewards; None where the compared part does not apply."""
         known = [reward for reward in rewards if reward is not None]
         self._lowest = min([self._lowest, *known])
         self._highest = max([self._highest, *known])
@@ -122,12 +119,7 @@ class SuccessWatch:
 
 
 class CutWatch:
-    """Warns once if most completions are cut at their limit instead of ended by the policy.
-
-    Args:
-        setting: name of the limit's setting, for the message.
-        metric: name of the share of cut completions, for the message.
-    """
+    """Warns once if most completions are cut at their limit; names its setting, and the metric of cut completions."""
 
     def __init__(self, setting: str, metric: str) -> None:
         self._setting = setting
@@ -135,7 +127,7 @@ class CutWatch:
         self._has_warned = False
 
     def warn_once(self, share: float, max_tokens: int) -> None:
-        """Logs the warning if more than half are cut and it was not logged before."""
+        """Logs the warning if it is due, and was not logged before."""
         if share <= 0.5 or self._has_warned:
             return
         self._has_warned = True

@@ -1,7 +1,7 @@
 """Units of answers: whether `18 cents` may be `18 dollars`, and `1.8 m` is `180 cm`.
 
-A unit is read as a factor and powers of base units. What is not in the table, such as counted objects (`apples`), is
-not compared. Only the standard library is imported, see `answers`.
+A unit is read as a factor and powers of base units. Units that are not in the table, such as counted objects
+(`apples`), are not compared. Imports the standard library only, see `answers`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def meanings(text: str | None) -> tuple[Unit, ...]:
 
 
 def compare(value: Fraction, unit: str | None, *, other: Fraction, other_unit: str | None) -> bool | None:
-    """Whether two quantities are equal; None if a unit is missing or not known, so that values alone count."""
+    """Whether two quantities are equal; None if a unit is missing or unknown, so that values alone count."""
     found = ratios(other_unit, unit)
     return None if found is None else any(_is_close(value, other * ratio) for ratio in found)
 
@@ -139,7 +139,7 @@ def compare(value: Fraction, unit: str | None, *, other: Fraction, other_unit: s
 def ratios(unit: str | None, other: str | None) -> list[Fraction] | None:
     """Possible conversion factors to another unit: 1/60 for minutes to hours, empty for units of different kinds.
 
-    None if a unit is not known. A price may lack its rate: `$` is `$ a day`, and `$ per hour` is not `$ per minute`.
+    None if a unit is unknown. A price may lack its rate: `$` is `$ a day`, but `$ per hour` is not `$ per minute`.
     """
     known = meanings(unit)
     others = meanings(other)

@@ -1,4 +1,4 @@
-"""Files of checkpoints: a digest that is verified before their content is used, and reading that executes no code."""
+"""Checkpoint files: a digest that is verified before their content is used, and reading that executes no code."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ _verified_files: dict[str, tuple[tuple[int, int, int], Any]] = {}
 
 
 class DigestWriter:
-    """Binary file writer that computes a digest of all bytes written.
-
-    Args:
-        file: an empty file opened for writing.
-    """
+    """Writer of an empty binary file that computes a digest of all bytes written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -60,12 +56,8 @@ class DigestWriter:
 def check_file(file: Path, where: str, is_of_policy: bool = True) -> None:
     """Refuses a checkpoint file that is damaged, not a checkpoint, or would execute code when loaded.
 
-    Each file is read once per process; further calls for the same file are free.
-
-    Args:
-        file: an existing file.
-        where: prefix of messages.
-        is_of_policy: whether it must have been saved by a `PolicyModule`.
+    With `is_of_policy`, a `PolicyModule` must have saved it. Each file is read once per process; further calls for it
+    are free. `where` is the prefix of messages.
 
     Raises:
         ValueError: the file is refused; gives the reason.

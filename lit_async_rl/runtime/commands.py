@@ -24,7 +24,7 @@ class Finished:
 
     Attributes:
         status: exit status, or the negative number of the signal that has ended it; None if it cannot be killed.
-        output: end of its standard output, of `MAX_OUTPUT_BYTES`.
+        output: last `MAX_OUTPUT_BYTES` of its standard output.
         errors: end of its standard error.
     """
 
@@ -38,7 +38,7 @@ def output_of(command: Sequence[str], timeout_s: float, folder: str | os.PathLik
 
     Args:
         command: program and arguments; no shell reads it.
-        timeout_s: after which it is killed.
+        timeout_s: time after which it is killed.
         folder: in which it runs; None is the present one.
 
     Raises:
@@ -93,11 +93,7 @@ async def _write(process: asyncio.subprocess.Process, given: bytes) -> None:
 
 
 class _Tail:
-    """The last `MAX_OUTPUT_BYTES` of a stream.
-
-    Args:
-        stream: read to its end by `read`.
-    """
+    """The last `MAX_OUTPUT_BYTES` of a stream that `read` reads to its end."""
 
     def __init__(self, stream: asyncio.StreamReader | None) -> None:
         self._stream = stream
@@ -113,7 +109,7 @@ class _Tail:
 
 
 async def _ended(process: asyncio.subprocess.Process, work: Sequence[asyncio.Future[None]]) -> None:
-    """Waits until a process has ended and its output was read, unless others hold that open, which its guard missed."""
+    """Waits until a process has ended and its output was read, unless processes that its guard missed hold it open."""
     while (await asyncio.wait(work, timeout=POLL_INTERVAL_S))[1]:
         if process.returncode is not None:
             await asyncio.wait(work, timeout=READ_TIMEOUT_S)
@@ -124,7 +120,7 @@ async def _ended(process: asyncio.subprocess.Process, work: Sequence[asyncio.Fut
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a guard, and with it what it has started, and reaps it."""
+    """Ends and reaps a guard, and ends what it has started."""
     if process.returncode is not None:
         return
     with contextlib.suppress(asyncio.TimeoutError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Folder locks, atomic file replacement, full disks, digests of checkpoints, and rate-limited warnings."""
+"""A run's relative paths, folder locks, atomic file replacement, and full disks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin_here() -> None:
 
 
 def return_to_begin() -> None:
-    """Undoes `begin_here`, and restores the working folder, which user code may have changed."""
+    """Undoes `begin_here`, and restores a working folder that user code has changed."""
     global _began_in
     began_in = _began_in
     _began_in = None
@@ -87,10 +87,10 @@ class FolderLock:
     Args:
         folder: an existing, writable folder.
         what: setting that names the folder, for the message.
-        beside: put the lock file next to the folder if possible, because other programs expect the folder to be empty.
+        beside: put the lock file next to the folder if possible, for programs that expect an empty folder.
 
     Raises:
-        OSError: another process holds the lock; names that process.
+        OSError: another process holds the lock; names it.
     """
 
     def __init__(self, folder: str | Path, what: str, beside: bool = False) -> None:
@@ -114,7 +114,7 @@ class FolderLock:
 
 
 def lock_path(folder: Path, beside: bool = False) -> Path:
-    """Lock file of a folder. Never deleted: a process that has just opened it would then lock a deleted file."""
+    """Lock file of a folder. Never deleted, because a process that has just opened it would lock a deleted file."""
     if beside and os.access(folder.parent, os.W_OK):
         return folder.with_name(f".{folder.name}.run.lock")
     return folder / ".run.lock"
@@ -167,8 +167,8 @@ def part_name(target: Path) -> Path:
 def remove_stale_parts(folder: Path) -> None:
     """Removes partial files and folders (`part_name`) of processes of this machine that have ended.
 
-    Replacing a folder takes two renames. If the process was killed between them, the target does not exist: the new
-    folder is then moved into place if it is complete, and otherwise the old one is restored.
+    Replacing a folder takes two renames. If the process was killed between them, the target does not exist: a complete
+    new folder is then moved into place, and otherwise the old one is restored.
     """
     part = re.compile(rf"\.(.+)\.(?:{re.escape(socket.gethostname())}-)?(\d+)(\.old)?\.part")
     # new folders before old ones, which are restored only if no new one was moved into place
@@ -219,7 +219,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def _errno_in(message: str) -> int | None:
-    """Number in an error of Rust's I/O, such as safetensors raises."""
+    """Number in an I/O error of Rust, as of safetensors."""
     found = re.search(r"\(os error (\d+)\)", message)
     return int(found[1]) if found else None
 
@@ -246,8 +246,8 @@ def duplicate(source: Path, target: Path, link: bool) -> None:
     Args:
         source: an existing file or folder.
         target: its path; an existing file is replaced atomically, an existing folder by two renames.
-        link: use hard links, which take no space, where the file system supports them. Only for files that are no
-            longer written to: both names refer to the same data.
+        link: use hard links, which take no space, where the file system has them. Only for files that are no longer
+            written to: both names refer to the same data.
 
     Raises:
         OSError: the duplicate could not be made; `target` is unchanged.
@@ -274,7 +274,7 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def _move_into_place(part: Path, target: Path) -> None:
-    """Renames onto a file or folder of either kind: a resumed run may save sharded where it saved one file before."""
+    """Renames onto a file or folder: a resumed run may save sharded where it saved one file before."""
     if part.is_dir() and target.is_file():
         target.unlink()
     if not target.is_dir() or target.is_symlink():
@@ -299,7 +299,7 @@ def tolerate_full_disk(what: str) -> Iterator[None]:
 
 @contextmanager
 def naming_full_disk(what: str) -> Iterator[None]:
-    """Context of a library that writes files, whose errors of a full disk do not say what was not written.
+    """Context of a library that writes files, whose errors on a full disk do not name the file.
 
     Raises:
         OSError: the disk is full; the message names `what`.
@@ -330,7 +330,7 @@ def append(path: Path, text: str) -> None:
 
 
 def check_writable(folder: Path, what: str) -> None:
-    """Creates a folder and a temporary file in it, so that an unwritable folder fails at the start of a run.
+    """Creates a folder, and a temporary file in it, so that an unwritable one fails at the start of a run.
 
     Raises:
         OSError: the folder is not writable; names the setting `what`.

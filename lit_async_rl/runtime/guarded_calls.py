@@ -1,4 +1,4 @@
-"""Calls with timeouts: made in a worker thread that is abandoned if the call hangs.
+"""Calls with timeouts, in a worker thread that is abandoned if the call hangs.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -109,8 +109,8 @@ def feed(
         function: called in a worker.
         items: items for the call.
         wait: for the next request of an item, or the result; making an item does not count.
-        lasts: whether an item stays valid when the next is produced. It is handed over with the next: two threads that
-            take turns wait for each other, the longer the busier the machine is.
+        lasts: whether an item stays valid when the next is produced. It is handed over with the next, because threads
+            that take turns wait for each other, the longer the busier the machine is.
 
     Raises:
         StalledError: no progress in time; its thread is abandoned and gets an error as the next item.
@@ -132,7 +132,7 @@ def feed(
 
 
 def _begin(function: Callable[[], Any], replies: SimpleQueue[Any]) -> SimpleQueue[Any]:
-    """Sets grad mode and current device, which are thread-local."""
+    """Calls a function in a worker, with this thread's grad mode and current device."""
     grad = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -167,12 +167,7 @@ def _result(reply: _Reply) -> Any:
 
 
 class LastKnown(Generic[T]):
-    """Value of a function that may hang, polled repeatedly: falls back to its last value.
-
-    Args:
-        function: returns the value.
-        value: initial value.
-    """
+    """Value of a function that may hang, or else its last value, at first the given one."""
 
     def __init__(self, function: Callable[[], T], value: T) -> None:
         self._function = function
@@ -181,7 +176,7 @@ class LastKnown(Generic[T]):
         self._asking = threading.Lock()
 
     def get(self) -> T:
-        """The value, or the last one if it takes longer than `MAX_ANSWER_S`. Raises errors of the function."""
+        """The value, or the last one after `MAX_ANSWER_S`. Raises errors of the function."""
         if not self._asking.acquire(blocking=False):  # another thread does
             return self._value
         try:
@@ -205,7 +200,7 @@ class LastKnown(Generic[T]):
 
 
 async def in_thread(threads: concurrent.futures.Executor | None, function: Callable[[], T]) -> T:
-    """Result of a call of user code in a thread of an executor; None is that of the event loop."""
+    """Result of user code, called in a thread of an executor; None is the event loop's."""
     return await asyncio.get_running_loop().run_in_executor(threads, without_exit, function)
 
 
@@ -214,7 +209,7 @@ def without_exit(function: Callable[[], T]) -> T:
 
     Raises:
         RuntimeError: in place of `StopIteration`, on which asyncio would wait forever, and of an exit of the process,
-            which the future would pass on to the event loop.
+            which the future would pass to the event loop.
     """
     try:
         return function()

@@ -1,13 +1,13 @@
 """Calls that may hang or run untrusted code, in child processes that are killed on timeout.
 
-A thread cannot be stopped, and a single big-integer power inside a library can hold the GIL, which stops every other
-thread, timers included. The parent does not trust the child: it waits for a reply until a deadline, never for the end
-of a connection (a process forked by the child may keep it open), then kills the child's process group. Replies are JSON
-with the number of their request, see `process.py`. Pebble and loky, which also kill workers, unpickle their results: a
-crafted return value would run code in the parent.
+A thread cannot be stopped, and a single big-integer power inside a library can hold the GIL, which stops all other
+threads, timers included. The parent does not trust the child: it waits for a reply until a deadline, never for the end
+of a connection, which a process forked by the child may keep open, and then kills the child's process group. Replies
+are JSON with the number of their request, see `process.py`. Pebble and loky, which also kill workers, unpickle results:
+a crafted one would run code in the parent.
 
-Requests are pickled, because rewards get arbitrary values in `Prompt.metadata`; only the child unpickles them, and they
-come from its parent.
+Requests, which come from the parent, are pickled, because rewards get arbitrary values in `Prompt.metadata`; only the
+child unpickles them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MODULE = __name__
 
 
 class IsolatedCallError(RuntimeError):
-    """The isolated function raised, or returned a value that JSON cannot represent; names the function."""
+    """The function raised, or returned a value that JSON cannot represent; names the function."""
 
 
 class IsolatedFunction(Rebuildable):
-    """Function executed in a child process; each calling thread has its own, started on the first call.
+    """Function executed in a child process; each calling thread has its own, from its first call on.
 
     Args:
         make: factory, given as `package.module:make`; called once in the child, within `START_TIMEOUT_S`. It returns a
@@ -67,7 +67,7 @@ class IsolatedFunction(Rebuildable):
         Raises:
             TimeoutError: the call timed out, or its process was killed, for example for its memory use.
             IsolatedCallError: the function raised, or its value cannot be sent.
-            RuntimeError: the child could not be started, exited, or sent an invalid reply.
+            RuntimeError: the child did not start, exited, or sent an invalid reply.
         """
         request = pickle.dumps(args)
         child: Child | None = getattr(self._local, "child", None)
@@ -95,7 +95,7 @@ class IsolatedFunction(Rebuildable):
 
 @contextlib.contextmanager
 def _killed_on_error(child: Child, timeout_s: float) -> Iterator[None]:
-    """Context of a call, without whose answer the child is killed.
+    """Context of a call; kills the child if there is no answer.
 
     Raises:
         TimeoutError, RuntimeError: why there is none.
@@ -147,7 +147,7 @@ def _serve(parent: int, make: str, timeout_s: float, max_memory: int, *arguments
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limits the address space beyond what is already used. Linux; ignored by other kernels."""
+    """Limits the address space beyond its present use. Linux; other kernels ignore it."""
     import resource
 
     with open("/proc/self/statm") as file:

@@ -21,11 +21,8 @@ END_S = 3.0  # in which killed processes are gone
 def die_with_parent(parent: int) -> bool:
     """Makes the kernel kill this process, also after an `exec`, as soon as its parent ends, even by SIGKILL.
 
-    The kernel means the thread that has started it: see `guarded` where that may end earlier. Linux only; has
-    no effect elsewhere.
-
-    Args:
-        parent: process id of the parent.
+    For the kernel the parent is the thread that has started it: use `guarded` where that may end earlier. Linux only;
+    has no effect elsewhere.
 
     Returns:
         Whether the parent is still alive.
@@ -34,17 +31,10 @@ def die_with_parent(parent: int) -> bool:
 
 
 def _end_with_parent(parent: int, end: Callable[[], NoReturn]) -> bool:
-    """Ends this process as soon as its parent ends, whatever becomes of the thread that has started it.
+    """Calls `end` as soon as the parent ends, whatever becomes of the thread that has started this process.
 
-    The kernel's signal is one that does nothing else, and its handler looks whose child this is. It comes late where a
-    library holds the interpreter. To be called by the main thread; Linux only, has no effect elsewhere.
-
-    Args:
-        parent: process id of the parent.
-        end: ends this process.
-
-    Returns:
-        Whether the parent is still alive.
+    The handler of the kernel's signal, which is late while a library holds the interpreter, looks whose child this is.
+    Only for the main thread; Linux only, as `die_with_parent`, whose result it returns.
     """
 
     def look(*_: object) -> None:
@@ -63,7 +53,7 @@ def _signal_at_end_of(parent: int, number: signal.Signals) -> bool:
 
 
 def kill_group(pid: int) -> None:
-    """Kills the process group of a process that leads one, with children that outlive it; ignores one that is gone."""
+    """Kills the group that a process leads, with children that outlive it; ignores one that is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -75,8 +65,8 @@ def guarded(command: Sequence[str]) -> list[str]:
     """The command under a guard: a process that starts it, waits for it, and ends all that it has started.
 
     The guard ends as the command has ended. It ends the command at SIGTERM, and when this process ends, even by
-    SIGKILL. On Linux that includes processes that have left the command's group; elsewhere it is the group, and this
-    process's end is not noticed.
+    SIGKILL. On Linux that includes processes that have left the command's group; elsewhere it is the group alone, and
+    the guard does not notice the end of this process.
     """
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]
 
@@ -120,7 +110,7 @@ def _guard(parent: int, command: list[str]) -> NoReturn:
 
 
 def _end_children(child: int) -> None:
-    """Kills and reaps the group of a child, and on Linux all descendants: those of the dead become children."""
+    """Kills and reaps a child's group, and on Linux all descendants, as orphans become children of this process."""
     if child:
         kill_group(child)
     deadline = time.monotonic() + END_S

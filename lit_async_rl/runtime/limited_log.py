@@ -12,11 +12,7 @@ WINDOW_S = 10.0
 
 
 class LimitedLog:
-    """Logs at most `MAX_LINES` warnings in any `WINDOW_S` seconds, and the number of suppressed ones.
-
-    Args:
-        log: destination.
-    """
+    """Logs at most `MAX_LINES` warnings in any `WINDOW_S` seconds, and the number of suppressed ones."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""Event loops in threads: calls from other threads, tasks by owner, and a watchdog that names code that blocks a loop.
+"""Event loops in threads: calls from other threads, tasks by owner, and a watchdog for code that blocks a loop.
 
 | class | its loop | ends with |
 |---|---|---|
@@ -52,7 +52,7 @@ def watched(loop: asyncio.AbstractEventLoop, runs: str) -> Iterator[None]:
 
     Args:
         loop: loop of this thread, whose tasks are the user's code.
-        runs: kind and name of that code; empty if there is none, for no watchdog.
+        runs: kind and name of that code; empty for no watchdog.
     """
     if not runs:
         yield
@@ -66,9 +66,9 @@ def watched(loop: asyncio.AbstractEventLoop, runs: str) -> Iterator[None]:
 
 
 class _Watchdog:
-    """Counts how often in a row the loop has not run a callback between two looks of the clock's thread.
+    """Counts how often in a row the loop has run no callback between two looks of the clock's thread.
 
-    Looks are counted, not seconds: a busy machine that runs neither thread blocks no loop.
+    It counts looks, not seconds, because a busy machine that runs neither thread blocks no loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, runs: str) -> None:
@@ -79,7 +79,7 @@ class _Watchdog:
         self._num_silent = 0
 
     def look(self) -> None:
-        """Logs who blocks the loop, once for each time; called every `CLOCK_INTERVAL_S`."""
+        """Logs who blocks the loop, once each time; called every `CLOCK_INTERVAL_S`."""
         if self._has_answered:
             self._num_silent = 0
             self._has_answered = False
@@ -104,7 +104,7 @@ class _Watchdog:
 
 
 def _prepared(loop: asyncio.AbstractEventLoop, name: str) -> asyncio.AbstractEventLoop:
-    """Has the timers of a loop follow `clock`, and no call of `asyncio.to_thread` keep the process from ending."""
+    """Has a loop's timers follow `clock`, and no call of `asyncio.to_thread` keep the process from ending."""
     loop.set_default_executor(ThreadPool(MAX_THREADS, name=f"{name}-call"))
     return use_awake_clock(loop)
 
@@ -122,8 +122,8 @@ def run_once(awaitable: Awaitable[T]) -> T:
 def _run(stopped: asyncio.Future[None], runs: str) -> None:
     """Runs the event loop of `stopped` until that is set: the body of a thread.
 
-    `SystemExit` and `KeyboardInterrupt` of a task, which asyncio lets through, end only that task: without the loop no
-    other task, and no time limit, would ever end. Nor does `loop.stop` end the loop.
+    `SystemExit` and `KeyboardInterrupt` of a task, which asyncio lets through, end only that task: without the loop, no
+    other task and no time limit would ever end. Nor does `loop.stop` end it.
     """
     loop = stopped.get_loop()
     with watched(loop, runs):
@@ -139,7 +139,7 @@ class LoopThread:
     """Daemon thread that runs an event loop until `close`.
 
     Args:
-        name: name of the thread, also for messages.
+        name: of the thread, also for messages.
         runs: see `watched`.
     """
 
@@ -170,14 +170,9 @@ class LoopThread:
         setting: str = "",
         check: Callable[[], None] = lambda: None,
     ) -> T:
-        """Runs `coroutine` in the loop; returns its result or raises its error.
+        """Runs `coroutine` in the loop; returns its result or raises its error, and cancels it after `timeout_s`.
 
-        Args:
-            coroutine: to run.
-            timeout_s: time limit, after which it is cancelled.
-            what: description of the call, for messages.
-            setting: name of the setting behind the limit, for messages.
-            check: see `Wait`.
+        Messages name the call, `what`, and the limit's `setting`. For `check` see `Wait`.
 
         Raises:
             StalledError: `what` did not finish within `timeout_s`.
@@ -205,12 +200,12 @@ class LoopThread:
             raise EngineError(f"{self.name} was closed during {what}")
 
     def answers(self, timeout_s: float) -> bool:
-        """Whether the loop runs a coroutine within `timeout_s`, so that no task blocks it."""
+        """Whether the loop runs a coroutine within `timeout_s`: then no task blocks it."""
         future = self.begin(asyncio.sleep(0))
         return future is not None and bool(concurrent.futures.wait([future], timeout_s).done)
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T] | None:
-        """Runs `coroutine` in the loop without waiting for it; returns its future. Ignored after `close`: None."""
+        """Starts `coroutine` in the loop; returns its future, or None after `close`."""
         if not self._has_ended.is_set():
             with contextlib.suppress(RuntimeError):  # just closed
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -241,7 +236,7 @@ class LoopThread:
             self._loop.close()  # its sockets, and its threads for host name look-ups
 
     def end_left_tasks(self) -> None:
-        """Cancels tasks that user code has left in a paused loop, which nobody can resume any more."""
+        """Cancels tasks that user code has left in a paused loop that nobody can resume."""
         if self._loop.is_running():  # somebody never left it
             return
         tasks = asyncio.all_tasks(self._loop)
@@ -264,10 +259,10 @@ async def _end_all(last: Coroutine[Any, Any, Any] | None) -> None:
 
 
 class ReplaceableLoop:
-    """Event loop that starts with its first use, and that another one replaces once a call blocks it. Thread-safe.
+    """Event loop that starts with its first use, and is replaced once a call blocks it. Thread-safe.
 
     Args:
-        name: name of the threads.
+        name: of the threads.
         runs: see `watched`.
     """
 
@@ -291,7 +286,7 @@ class ReplaceableLoop:
             return self._loop
 
     def replace_if_blocked(self, loop: LoopThread) -> bool:
-        """Makes new calls run in another loop if this one does not answer; False if it does, or was replaced before."""
+        """Moves new calls to another loop if this one does not answer; False if it does, or was replaced before."""
         if loop is not self._loop or loop.answers(ANSWER_S):
             return False
         with self._lock:
@@ -326,11 +321,11 @@ class ReplaceableLoop:
 class SharedLoop:
     """Event loop for several users, whose thread runs only while it has one. Thread-safe.
 
-    Environments and agents have objects bound to an event loop: semaphores, HTTP sessions. All engines around one
-    environment (in training, in each validation, after a restart) therefore share a loop.
+    Environments and agents have objects bound to an event loop, such as semaphores and HTTP sessions. All engines
+    around one environment (in training, in each validation, after a restart) therefore share a loop.
 
     Args:
-        name: name of the thread.
+        name: of the thread.
         runs: see `watched`.
     """
 
@@ -395,7 +390,7 @@ class LoopTasks:
     def begin(
         self, owner: Hashable, coroutine: Coroutine[Any, Any, Any], after: Callable[[], None] = lambda: None
     ) -> None:
-        """Starts a task; does nothing after `close`. The loop calls `after` at its end, even if it never started."""
+        """Starts a task, except after `close`. The loop calls `after` at its end, even if it never started."""
         with self._lock:
             if self._is_closed:
                 coroutine.close()
@@ -437,10 +432,7 @@ class LoopTasks:
                 self._ending = self._loop.begin(self._end_all())
 
     def close(self) -> None:
-        """Cancels all tasks, and waits for them and those of `finish`, at most `CLEANUP_TIMEOUT_S`.
-
-        Safe to call twice.
-        """
+        """Cancels all tasks; waits for them and those of `finish`, at most `CLEANUP_TIMEOUT_S`; safe to call twice."""
         self.begin_close()
         if self._ending is not None:
             concurrent.futures.wait([self._ending], CLEANUP_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Network ports: free ones, sockets that listen, and whether somebody listens."""
+"""Network ports: free ones, listening sockets, and whether somebody listens."""
 
 from __future__ import annotations
 

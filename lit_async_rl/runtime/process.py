@@ -6,13 +6,13 @@
     parent = Channel.of_parent()  # in the program
     fields, blob = parent.receive()
 
-A message is a JSON object with bytes beside it, behind their lengths; reading one runs no code. For a program that it
-trusts the parent may pickle into these bytes; it unpickles nothing that comes back. The connection is the program's
-standard input, so that nothing that it prints is taken for a message.
+A message has the lengths of a JSON object and of bytes, and then both; reading one runs no code. The parent may pickle
+into these bytes for a program that it trusts; it unpickles nothing that comes back. The connection is the program's
+standard input, so that its output is never taken for a message.
 
-Each process leads a session: it has a group to kill, and Ctrl-C in the terminal is for its parent alone. All are
-started by one thread that lasts as long as this process, because the kernel ends a process with the thread that has
-started it (see `lifetime.die_with_parent`). Imports the standard library only, as the programs do that import it.
+Each process leads a session: it has a group to kill, and Ctrl-C in the terminal is for its parent alone. One thread,
+which lasts as long as this process, starts them all, because the kernel ends a process with the thread that has started
+it (see `lifetime.die_with_parent`). Imports the standard library only, as the programs do that import it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ChildEnded(RuntimeError):
 
 
 class InvalidMessage(ValueError):
-    """A process has sent what is no message, too much, or the answer to another question."""
+    """A process has sent something else than a message, too much, or the answer to another question."""
 
 
 # -- Messages ----------------------------------------------------------------------------------------------------------
@@ -92,8 +92,8 @@ class Channel:
 
     Args:
         end: connected stream socket.
-        max_bytes: of a message that is received; None sets no limit.
-        has_ended: whether the other process has ended, of which the connection says nothing while a third one holds it
+        max_bytes: limit of a received message; None sets none.
+        has_ended: whether the other process has ended, which the connection does not show while a third one holds it
             open; None waits for the connection alone.
     """
 
@@ -107,7 +107,7 @@ class Channel:
 
     @classmethod
     def of_parent(cls) -> Channel:
-        """Connection to the process that has started this one as a `Child`; standard input is empty afterwards."""
+        """Connection to the process that has started this one as a `Child`; empties standard input."""
         end = socket.socket(fileno=os.dup(0))
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -190,14 +190,14 @@ class Channel:
         return 1000.0 * max(0.0, min(deadline - time.monotonic(), POLL_INTERVAL_S))
 
     def close(self) -> None:
-        """Ends the connection; who receives at either end gets None."""
+        """Ends the connection; `receive` then gives None at both ends."""
         with contextlib.suppress(OSError):  # the other end was first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 async def receive_from(reader: asyncio.StreamReader, max_bytes: int) -> Message | None:
-    """The next message of a connection in an event loop, as `Channel.receive`; None after the last.
+    """As `Channel.receive`, without a deadline, for a connection in an event loop.
 
     Raises:
         InvalidMessage: it is none, or too long.
@@ -220,10 +220,10 @@ os.register_at_fork(after_in_child=partial(_STARTER.__init__, 1, name="process-s
 
 
 def start_process(make: Callable[[], T]) -> T:
-    """Calls `make` in the thread that starts processes, and returns or raises what it does.
+    """Returns or raises what `make` does, in the thread that starts processes.
 
     Raises:
-        ChildEnded: `START_TIMEOUT_S` are over.
+        ChildEnded: it took longer than `START_TIMEOUT_S`.
     """
     try:
         return _STARTER.submit(make).result(START_TIMEOUT_S)
@@ -232,17 +232,17 @@ def start_process(make: Callable[[], T]) -> T:
 
 
 def environment() -> dict[str, str]:
-    """Environment of this process, for another that imports what this one can."""
+    """Environment for another process that imports what this one can."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 class Child:
-    """A process that answers. It is ended by `end`, when this object is gone, and when this process exits.
+    """A process that answers. It ends with `end`, with this object, and when this process exits.
 
     Args:
         command: program and arguments; it calls `Channel.of_parent`.
         name: for messages.
-        max_bytes: of a message from it; None sets no limit.
+        max_bytes: limit of a message from it; None sets none.
         is_guarded: whether all processes that it has started end with it, also those that have left its group, and it
             with this process, however that ends; see `lifetime.guarded`.
         stdout: file descriptor for its output; None is that of this process.
@@ -250,7 +250,7 @@ class Child:
 
     Attributes:
         name: as given.
-        socket: of the connection, for an event loop, in place of `ask`, `receive` and `listen`.
+        socket: of the connection, for an event loop, in place of `ask` and `listen`.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class Child:
         return self.answer(number, deadline)
 
     def answer(self, number: int, deadline: float) -> Message:
-        """Waits for the message with this `call`; raises as `ask`. The number 0 is no question's."""
+        """Waits for the message with this `call`, 0 without a question; raises as `ask`."""
         try:
             message = self._channel.receive(deadline)
         except InvalidMessage as error:
@@ -318,7 +318,7 @@ class Child:
         self._channel.send(fields, blob)
 
     def listen(self, take: Callable[[Message | None], None], thread: str) -> None:
-        """Starts a thread of this name that gives each message to `take`, and None after the last."""
+        """Starts a thread of this name that passes each message to `take`, and None after the last."""
         start_thread(_listen, self._channel, take, name=thread)
 
     def status(self, timeout_s: float = 0.0) -> int | None:
@@ -329,7 +329,7 @@ class Child:
         return status
 
     def terminate(self) -> None:
-        """Sends SIGTERM, at which a guard ends all that it guards; `end` waits for that."""
+        """Sends SIGTERM, at which a guard ends all that it guards; `end` waits for it."""
         if _status(self._process) is None:
             self._process.terminate()
 
@@ -350,7 +350,7 @@ def _listen(channel: Channel, take: Callable[[Message | None], None]) -> None:
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
-    """Status of a process that has ended; it is not reaped where possible, so that nobody gets the group's number."""
+    """Status of an ended process, left unreaped where possible, so that nobody gets the group's number."""
     if process.returncode is not None or not hasattr(os, "waitid"):  # macOS has none
         return process.poll()
     try:

@@ -1,6 +1,6 @@
 """Time limits and retries of calls to rewards and environments.
 
-Only the caller retries (`Scorer`, `EpisodeEngine`), never the called code, so that numbers of tries do not multiply.
+Only the caller retries (`Scorer`, `EpisodeEngine`), never the called code, so that tries do not multiply.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TryPolicy:
     Args:
         owner: path of the settings in messages, such as `data.scoring`.
         timeout_s: time limit of one try, in seconds.
-        tries: number of tries before the prompt is left out; None ends the run at the first failure.
+        tries: attempts before the prompt is left out; None ends the run at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
         timeout_name: name of the setting of `timeout_s`; empty if it is no setting.
         done: participle for a successful call in messages (`could not be scored`).
@@ -61,11 +61,11 @@ class TryPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Running calls of rewards or environments: a reason why a run may wait although its engine is idle.
+    """Running calls of rewards or environments, for which a run may wait although its engine is idle.
 
     Args:
         name: reward or environment, such as `reward my_rewards.judge`.
-        num_calls: number of running calls.
+        num_calls: how many.
         oldest_s: seconds since the oldest of them began.
         policy: their limits.
     """
@@ -77,7 +77,7 @@ class Work:
 
     @property
     def is_within_limits(self) -> bool:
-        """Whether the oldest call may still end; it hangs if it has not ended `GRACE_S` after its limit."""
+        """Whether the oldest call may still end: it hangs if it runs for `GRACE_S` beyond its limit."""
         return self.oldest_s <= self.policy.timeout_s + GRACE_S
 
     def __str__(self) -> str:
@@ -107,9 +107,9 @@ class Retries:
     ) -> bool:
         """Whether to try a call again after `num_failed` failures; otherwise its prompt is left out.
 
-        An error that `is_final` leaves it out at once, and one with a true attribute `ends_run` ends the run. One with
-        a true attribute `is_lost`, whose process is gone, is tried `LOST_TRIES` times where `tries` is None. With
-        `keeps_prompt` only a sample is left out, and the prompt goes on with its others.
+        An error that `is_final` leaves it out at once, and one with a true attribute `ends_run` ends the run. If
+        `tries` is None, a call whose error has a true attribute `is_lost` (its process is gone) is tried `LOST_TRIES`
+        times. With `keeps_prompt` only a sample is left out, and the prompt goes on with its others.
 
         Raises:
             Exception: the run ends with `error`, or with another error of its class.
@@ -159,7 +159,7 @@ class Retries:
         return False
 
     def _note_left_out(self, error: Exception, is_new: bool) -> None:
-        """Logs a call that is left out, and no more of them once nothing else happens."""
+        """Logs a call that is left out, up to `MAX_CONSECUTIVE_FAILURES` in a row."""
         owner = self.policy.owner
         number = len(self._left_out)
         if number < MAX_CONSECUTIVE_FAILURES:

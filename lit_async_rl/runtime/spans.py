@@ -1,14 +1,14 @@
 """Spans of a run's timeline: activities of engines, trainer, rewards and environments, with their times.
 
-Every process has one `recorder()`; any thread may add spans to one of its lanes. It is off, at almost no cost, between
-`start_recording` and `stop_recording` of a run.
+Every process has one `recorder()`; any thread may add spans to one of its lanes. It is on between `start_recording` and
+`stop_recording` of a run; otherwise it costs almost nothing.
 
-A component with its own thread gets its lane once, when a run constructs it or sets it up. Spans that it adds after the
-end of that run are dropped, because the next run has another recorder. Memory is bounded.
+A component with its own thread gets its lane once, when a run constructs it or sets it up. Spans that it adds after
+that run are dropped, because the next run has another recorder. Memory is bounded.
 
-The owner of a lane adds the same seconds to its total (`RolloutEngine.busy_s`, the trainer's `wait_s`), so that the
-timeline and the metrics of a run agree. Consecutive spans of a lane are merged within a short window: the merged span
-begins with the first one, and its duration is their sum.
+The owner of a lane adds the same seconds to its total (`RolloutEngine.busy_s`, the trainer's `wait_s`), so that
+timeline and metrics agree. Consecutive spans of a lane within a short window are merged: the merged span begins with
+the first, and its duration is their sum.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class LaneKind:
 
     Args:
         tid: number of the row.
-        category: category of its spans.
+        category: of its spans.
         name: displayed name.
-        merges: whether the duration of a merged span is limited to the window.
+        merges: whether the window limits the duration of a merged span.
         shows_idle: whether the time between spans is recorded as `idle`.
     """
 
@@ -74,7 +74,7 @@ def reward_lane(worker: int) -> LaneKind:
 
 
 def recorder() -> SpanRecorder:
-    """The recorder of this process, which is off unless a run writes a timeline."""
+    """This process's recorder, off unless a run writes a timeline."""
     return getattr(_own, "recorder", _recorder)
 
 
@@ -89,10 +89,10 @@ def unrecorded() -> Iterator[None]:
 
 
 def start_recording(pid: int = 0, offset_s: float = 0.0) -> SpanRecorder:
-    """Switches the recorder of this process on.
+    """Switches this process's recorder on.
 
     Args:
-        pid: number of this process in the timeline, its rank.
+        pid: this process in the timeline, its rank.
         offset_s: seconds added to this machine's clock.
     """
     global _recorder
@@ -116,8 +116,8 @@ class SpanRecorder:
     Attributes:
         is_started: whether a run records.
         is_on: whether spans are recorded at present: a long timeline omits steps.
-        window_s: spans of an engine or a reward worker within this time are merged; seconds.
-        num_lost: number of events dropped because `MAX_PENDING` were waiting.
+        window_s: seconds within which spans of an engine or a reward worker are merged.
+        num_lost: events dropped because `MAX_PENDING` were waiting.
     """
 
     def __init__(self) -> None:
@@ -154,17 +154,13 @@ class SpanRecorder:
         self._append({"ph": "M", "name": "process_name", "pid": self._pid, "tid": 0, "args": {"name": name}})
 
     def lane(self, kind: LaneKind) -> Lane:
-        """The lane of a kind, created by the first call; callers may keep it.
-
-        Args:
-            kind: kind of the lane, such as `ENGINE`.
-        """
+        """The lane of a kind, such as `ENGINE`, created by the first call; callers may keep it."""
         if (lane := self._lanes.get(kind.tid)) is None:  # `setdefault` is atomic: two threads get the same lane
             lane = self._lanes.setdefault(kind.tid, Lane(self, kind))
         return lane
 
     def add(self, events: Iterable[Event]) -> None:
-        """Adds events that were recorded by another process of this machine."""
+        """Adds events recorded by another process of this machine."""
         for event in events if self.is_on else ():
             self._append(event)
 
@@ -181,16 +177,7 @@ class SpanRecorder:
         return events
 
     def put(self, phase: str, name: str, lane: Lane, began: float, seconds: float, args: dict[str, Any]) -> None:
-        """Adds an event.
-
-        Args:
-            phase: `X` for a span, `i` for an instant.
-            name: name of the event.
-            lane: lane of the event.
-            began: time of `time.monotonic`.
-            seconds: duration of a span.
-            args: arguments of the event.
-        """
+        """Adds an event that began at a time of `time.monotonic`; `phase` is `X` for a span, `i` for an instant."""
         pid = self._pid
         tid = lane.kind.tid
         if not lane.is_named:  # with the first event: many lanes are never used
@@ -239,8 +226,8 @@ class Lane:
     def add(self, name: str, began: float, seconds: float, key: Any = None, **args: Any) -> None:
         """Adds a span; spans with different keys are never merged.
 
-        Spans are merged later, when the events are taken: between two steps of a model, code and data of merging would
-        have to be loaded into the processor's cache again. Who adds more than that merges them.
+        Spans are merged when the events are taken, or `MAX_PENDING` wait: between two steps of a model, code and data
+        of merging would have to be loaded into the processor's cache again.
         """
         if not self._recorder.is_on:
             return
@@ -286,7 +273,7 @@ class Lane:
             self._recorder.put("i", name, self, time.monotonic(), 0.0, args)
 
     def flush(self, age_s: float) -> None:
-        """Passes spans that ended at least `age_s` seconds ago to the recorder; 0 also ends the open span."""
+        """Passes spans that ended at least `age_s` ago to the recorder; 0 also ends the open span."""
         with self._lock:
             self._merge_added()
             now = time.monotonic()
@@ -321,11 +308,9 @@ class Lane:
 
 
 class Overlap:
-    """Records the time in which at least one of several concurrent activities is running; thread-safe.
+    """Records, as spans, the time in which at least one of several concurrent activities runs; thread-safe.
 
-    Args:
-        name: name of the spans.
-        lane: lane of the spans; None records nothing.
+    A lane of None records nothing.
     """
 
     def __init__(self, name: str, lane: Lane | None = None) -> None:
@@ -373,8 +358,8 @@ class TraceWriter:
     """Appends the events of a recorder to a file, in its own thread.
 
     Args:
-        path: path of the file; an existing one is continued.
-        recorder: source of the events.
+        path: of the file; an existing one is continued.
+        recorder: of the events.
         flush_s: seconds between two writes.
 
     Attributes:
@@ -391,7 +376,7 @@ class TraceWriter:
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Writes the remaining events and ends the thread, within `timeout_s` seconds."""
+        """Writes the remaining events and ends the thread, within `timeout_s`."""
         self._is_ending.set()
         self._thread.join(timeout_s)
 
@@ -446,7 +431,7 @@ def merge_traces(paths: Iterable[Path], out: Path) -> None:
 
 
 def _remove_partial_line(path: Path) -> int:
-    """Removes an incomplete last line of an existing file, or begins a new file; returns its length in bytes."""
+    """Removes an incomplete last line of a file, or begins a new one; returns its length in bytes."""
     if not path.exists() or path.stat().st_size < len(FILE_HEADER):
         path.write_text(FILE_HEADER)
         return len(FILE_HEADER)

@@ -1,8 +1,8 @@
 """Threads, none of which keeps the process from ending. Standard library only: workers of vLLM and Ray import it.
 
 At its end Python waits for every thread of a `ThreadPoolExecutor`, those of `asyncio.to_thread` included, daemon or
-not: an environment or reward that never returns would keep a run that has ended, or failed, from giving back the
-terminal. Threads made here are left behind instead.
+not: an environment or reward that never returns would keep a finished or failed run from giving back the terminal.
+Threads made here are left behind instead.
 
 | | for | ends with |
 |---|---|---|
@@ -38,12 +38,12 @@ def start_thread(function: Callable[..., object], *args: Any, name: str) -> thre
 class ThreadPool(ThreadPoolExecutor):
     """Executor that leaves its threads behind: neither `shutdown` nor the end of the process waits for a call.
 
-    Whoever needs a result waits for its future. It may be an event loop's default executor, which must be a
-    `ThreadPoolExecutor`; of that class only the type is used.
+    It may be an event loop's default executor, which must be a `ThreadPoolExecutor`; only the type of that class is
+    used.
 
     Args:
-        max_threads: calls at a time; further ones wait.
-        name: of the threads, which have a number behind it.
+        max_threads: concurrent calls; further ones wait.
+        name: of the threads, followed by a number.
     """
 
     def __init__(self, max_threads: int, name: str) -> None:
@@ -113,11 +113,7 @@ def _next(calls: queue.SimpleQueue[Any]) -> Any:
 
 
 class OrderedTasks(ThreadPoolExecutor):
-    """One thread that does tasks in their order; the process ends when it has done them.
-
-    Args:
-        name: of the thread.
-    """
+    """One thread that does tasks in their order; the process ends when it has done them."""
 
     def __init__(self, name: str) -> None:
         super().__init__(max_workers=1, thread_name_prefix=name)

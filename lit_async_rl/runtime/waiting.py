@@ -1,14 +1,13 @@
 """Waits with a limit: the clock that they share, the wait itself, a fair lock, and notices about long waits.
 
-A wait ends with what is awaited, with a `StalledError` whose message names who is waited for and the setting of the
-limit, or with an error as soon as who is waited for is known to have ended:
+A wait ends with what it awaits, with a `StalledError` whose message names the other side and the setting of the limit,
+or with an error as soon as the other side is known to have ended:
 
     wait = Wait(limit_s, f"no answer within data.engine.update_timeout_s={limit_s:g}", check=raise_if_it_ended)
     wait.until(answered.wait)
 
-Waits with another need say so where they are: the heartbeats of ranks (`distributed/liveness.py`), connections to
-processes that are killed in the end (`runtime/process.py`), the joins of threads that may be left behind (`close`
-everywhere).
+Waits of another kind say so in their place: the heartbeats of ranks (`distributed/liveness.py`), connections to
+processes that are killed in the end (`runtime/process.py`), joins of threads that may be left behind (`close`).
 """
 
 from __future__ import annotations
@@ -97,11 +96,11 @@ POLL_INTERVAL_S = 0.5  # delay until a wait without a wake-up notices progress, 
 
 
 class Wait:
-    """A wait for somebody else, in one stage or several that share the limit. It begins when it is made.
+    """A wait for another thread or process, in one stage or several that share the limit. It begins when it is made.
 
     Args:
         limit_s: longest time without progress.
-        message: of the error: who was waited for, and the setting of the limit; a function is called when it is raised.
+        message: of the error, or a function that makes it then: the other side, and the setting of the limit.
         progress: a counter; a change of its value restarts the limit.
         check: called every `POLL_INTERVAL_S`; raises when the awaited event can no longer come.
     """
@@ -145,7 +144,7 @@ class Wait:
         """The first true result of `attempt(seconds)`, which waits for at most so many seconds.
 
         Raises:
-            StalledError: there was no progress for `limit_s`. Errors of `check` and `attempt` are raised as they are.
+            StalledError: there was no progress for `limit_s`. Errors of `check` and `attempt` pass as they are.
         """
         # In short turns: a process that ended wakes nobody, and one that was stopped must not have used its limit up.
         while not (found := attempt(max(0.0, min(POLL_INTERVAL_S, self._began + self.limit_s - clock.now())))):
@@ -169,13 +168,11 @@ class Wait:
 
 
 class FairLock:
-    """Fair mutex: a waiting thread acquires before the decode loop's next turn.
-
-    With a plain lock, a loop that releases and re-acquires it starves the waiting threads.
+    """Fair mutex: a waiting thread acquires before the next turn of a loop, which would starve it with a plain lock.
 
     Args:
-        timeout_s: timeout of `hold`.
-        what: what is waited for and the setting that bounds it, for messages.
+        timeout_s: of `hold`.
+        what: awaited object and the setting that bounds the wait, for messages.
     """
 
     def __init__(self, timeout_s: float = 600.0, what: str = "a lock") -> None:
@@ -212,7 +209,7 @@ class Repeating:
     """Calls a function over and over in a daemon thread, until `stop`.
 
     Args:
-        function: what to call; an error ends the thread and goes to `threading.excepthook`.
+        function: its error ends the thread and goes to `threading.excepthook`.
         every_s: seconds from the end of a call to the next.
         name: of the thread.
     """
@@ -228,7 +225,7 @@ class Repeating:
             self._function()
 
     def stop(self) -> None:
-        """Begins no further call; one that runs is not waited for."""
+        """Begins no further call, without waiting for a running one."""
         self._stopped.set()
 
 

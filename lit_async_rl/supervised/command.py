@@ -1,4 +1,4 @@
-"""`lit-async-rl sft --config ...`: the command line of training, with the module and the data of this stage."""
+"""`lit-async-rl sft --config ...`: the command line of training, with this stage's module and data."""
 
 from __future__ import annotations
 

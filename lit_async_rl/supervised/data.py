@@ -58,10 +58,10 @@ class Rows(PromptSource):
         encode: makes a row of a record.
         max_tokens: of a row.
         limit: name of that limit in messages.
-        too_long: what becomes of longer ones: they are refused, cut at their end, or dropped.
+        too_long: whether longer rows are refused, cut at their end, or dropped.
 
     Attributes:
-        left_out: why records are left out, by the number of records.
+        left_out: numbers of records left out, by reason.
 
     Raises:
         ValueError: a record is bad, or too long and refused; names file and line. Or none is left.
@@ -132,14 +132,14 @@ class Rows(PromptSource):
 class Mixture:
     """Infinite sequence of rows from several sources, each shuffled by itself; a function of the position alone.
 
-    Position k has the source that is furthest behind its share of the first k + 1 rows, so that after any number of
-    rows each source is within one row of its share.
+    Position k has the source that is furthest behind its share of the first k + 1 rows, so that each source is always
+    within one row of its share.
 
     Args:
         sources: encoded.
-        weights: share of each source, up to a factor; None is its number of rows.
+        weights: as of `SFTDataModule`.
         seed: of the permutations, one for each source and epoch of it.
-        shuffle: False takes rows in the order of their source.
+        shuffle: as of `SFTDataModule`.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class Mixture:
 class SFTDataModule(pl.LightningDataModule):
     """Records that a policy is fine-tuned on: conversations, or prompts with completions.
 
-    Every step has `samples_per_step` rows, whose tokens weigh the same wherever they are: the loss is the mean over the
-    trained tokens of all micro-batches and ranks.
+    Every step has `samples_per_step` rows, whose tokens all weigh the same: the loss is the mean over the trained
+    tokens of all micro-batches and ranks.
 
     Example:
         ```python
@@ -206,7 +206,7 @@ class SFTDataModule(pl.LightningDataModule):
 
     Attributes:
         shares_prefixes: whether the module packs rows, so that micro-batches are cut by tokens without padding.
-        rows: encoded records of each source, when the model is known.
+        rows: encoded records of each source, once the model is known.
 
     Raises:
         ValueError: a setting is out of range, or a record is bad; names file and line.
@@ -295,7 +295,7 @@ class SFTDataModule(pl.LightningDataModule):
 
     @cached_property
     def rows(self) -> list[Rows]:
-        """The training records of each source, encoded when they are first asked for: an evaluation needs none.
+        """The training records of each source, encoded on first use, because an evaluation needs none.
 
         Raises:
             ValueError: a record is bad; names file and line.
@@ -332,7 +332,7 @@ class SFTDataModule(pl.LightningDataModule):
         return self._codec
 
     def read_records(self) -> None:
-        """Encodes all records now, so that a bad one is reported before anything starts.
+        """Encodes all records, so that a bad one is reported before anything starts.
 
         Raises:
             ValueError: a record is bad; names file and line.
@@ -345,14 +345,14 @@ class SFTDataModule(pl.LightningDataModule):
         return max(1, -(-round(self.epochs * sum(map(len, self.rows))) // self.samples_per_step))
 
     def limit_steps(self, trainer: pl.Trainer) -> None:
-        """Ends the run after `epochs`, unless `trainer.max_steps` ends it."""
+        """Ends the run after `epochs`, unless `trainer.max_steps` is set."""
         if trainer.max_steps < 0:
             trainer.fit_loop.epoch_loop.max_steps = self.num_steps
 
     # -- of Lightning -------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Takes from module and Trainer what they share with the data."""
+        """Takes the model and the settings that the data shares with module and Trainer."""
         module: Any = self._used_trainer.lightning_module
         rules.refuse(rules.of_tuner(self._used_trainer.callbacks))  # type: ignore[attr-defined]
         self.use_model(module.model)
@@ -399,7 +399,7 @@ class SFTDataModule(pl.LightningDataModule):
         ]
 
     def collate(self, rows: Sequence[Row]) -> list[RolloutBatch]:
-        """This rank's micro-batches of some rows, whose token weights sum to 1 over all ranks."""
+        """This rank's micro-batches of some rows; their token weights sum to 1 over all ranks."""
         places, place = data_parallel(self._used_trainer)
         batches = collate_step(
             [_as_group(row, number) for number, row in enumerate(rows)],
@@ -418,7 +418,7 @@ class SFTDataModule(pl.LightningDataModule):
         return self._base[1] + (step - self._base[0]) * self.samples_per_step
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the order of the rows, and what that order depends on."""
+        """Position in the order of the rows, and the order's settings."""
         step = self._used_trainer.global_step
         return {
             "step": step,
@@ -441,7 +441,7 @@ class SFTDataModule(pl.LightningDataModule):
         self._base = (state_dict["step"], state_dict["position"])
 
     def _takes_time_of(self, state: Mapping[str, Any]) -> bool:
-        """Goes on with the time at which a saved run began, which templates may write; whether it is another one."""
+        """Takes the time at which a saved run began, which templates may write; returns whether it is another one."""
         began = datetime.fromisoformat(state[BEGAN])
         if began == self._began:
             return False
@@ -464,10 +464,10 @@ class SFTDataModule(pl.LightningDataModule):
         return state
 
     def check_resumable(self, state: Mapping[str, Any]) -> None:
-        """Checks that this run has the rows of a saved one, in its order.
+        """Checks that this run has a saved one's rows in its order.
 
         Raises:
-            ValueError: names what has changed.
+            ValueError: names the change.
         """
         if self._takes_time_of(state) and [rows.digest() for rows in self.rows] != state["rows"]:
             self._forget_rows()
@@ -497,7 +497,7 @@ class SFTDataModule(pl.LightningDataModule):
             self.held_out.close()
 
     def note_progress(self) -> None:
-        """Nothing: no rank waits for another one but in collectives, which have a timeout."""
+        """Nothing: ranks wait for each other in collectives only, which have a timeout."""
 
     def teardown(self, stage: str) -> None:
         self.held_out.close()
@@ -507,12 +507,12 @@ class SFTDataModule(pl.LightningDataModule):
 
 
 def _are_sources(records: Sequence[Any]) -> bool:
-    """Whether a list is of files and sources, and not of records."""
+    """Whether a list has files and sources instead of records."""
     return bool(records) and isinstance(records[0], str | PromptSource)
 
 
 def _as_group(row: Row, number: int) -> RolloutGroup:
-    """A row as steps are collated from: a completion with advantage 1, from the first trained token on."""
+    """A row as a group to collate: a completion with advantage 1, from the first trained token on."""
     begin = int(np.flatnonzero(row.trains)[0])
     ids = row.ids.tolist()
     length = len(ids) - begin
@@ -530,7 +530,7 @@ def _as_group(row: Row, number: int) -> RolloutGroup:
 
 
 class StepFeed:
-    """The training dataloader: this rank's micro-batches, from the trainer's present step on."""
+    """The training dataloader: this rank's micro-batches from the present step on."""
 
     def __init__(self, data: SFTDataModule) -> None:
         self._data = data

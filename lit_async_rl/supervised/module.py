@@ -24,8 +24,8 @@ LEARNING_RATE = 2e-5
 class SFTModule(PolicyModule):
     """A causal language model that learns to write what records have.
 
-    The loss is -log pi, averaged over the trained tokens of the whole optimizer step. Everything else is the policy of
-    RL: weights, optimizer, schedules, sharding, checkpoints.
+    The loss is -log pi, averaged over the trained tokens of the whole optimizer step. Everything else is as in RL:
+    weights, optimizer, schedules, sharding, checkpoints.
 
     Example:
         ```python
@@ -91,7 +91,7 @@ class SFTModule(PolicyModule):
         return loss * self.trainer.accumulate_grad_batches * data_parallel(self.trainer)[0]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the step and counts the version, which a publication does in RL."""
+        """Makes the step, and counts the version as a publication does in RL."""
         super().optimizer_step(*args, **kwargs)
         self.version += self.take_updated()
 
@@ -128,7 +128,7 @@ class SFTModule(PolicyModule):
         self._held_out.append(torch.stack([value.sum().float() for value in found if value is not None]))
 
     def on_validation_epoch_end(self) -> None:
-        """Logs the held-out loss and accuracy, and what a validation of RL logs where there are prompts."""
+        """Logs the held-out loss and accuracy, and with prompts what a validation of RL logs."""
         loss, greedy, number = self._over_ranks(self._held_out)
         if number > 0:
             self.log_validation({"val/loss": loss / number, "val/token_accuracy": greedy / number})

@@ -1,4 +1,4 @@
-"""Records of supervised fine-tuning as prompts with what the model is to say.
+"""Records of supervised fine-tuning as prompts with the text to learn.
 
 | a record has | the model learns |
 |---|---|
@@ -31,10 +31,10 @@ FIELDS = frozenset({"messages", "prompt", "completion", "answer", SEGMENTS})
 
 
 class Demonstrations(PromptSource):
-    """Records that supervised fine-tuning learns from, by their keys, see the table of this module.
+    """Records of supervised fine-tuning, by their keys, see the table of this module.
 
     Args:
-        records: list of dictionaries, `datasets.Dataset`, or dictionaries by the number of their line.
+        records: list of dictionaries, `datasets.Dataset`, or dictionaries by line number.
         origin: name of the records in messages.
 
     Raises:
@@ -109,7 +109,7 @@ def _checked_segments(segments: Any) -> list[tuple[str, bool]]:
 
 
 class RecordFile(Demonstrations):
-    """Records of a file (`.jsonl`, `.json`, `.parquet`, `.csv`) or of a dataset of the hub, split `train`.
+    """Records of a file (`.jsonl`, `.json`, `.parquet`, `.csv`) or of a hub dataset, split `train`.
 
     Args:
         path: of the file, or name of the dataset.
@@ -127,9 +127,7 @@ class RecordFile(Demonstrations):
 def as_demonstrations(records: Any, setting: str) -> PromptSource:
     """Records in any form as a source: a source itself, the name of a file or data set, a list, a `datasets.Dataset`.
 
-    Args:
-        records: the records. Prompts of a source that have an answer are learned with it.
-        setting: name of the argument, for messages.
+    A source's prompts that have an answer are learned with it. `setting` is the argument's name, for messages.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -1,8 +1,8 @@
 """From a record to the tokens of a row and those that train.
 
 A conversation is tokenised as agents continue one (`lit_async_rl.agents.rendering`): an assistant's turn follows the
-tokens that the policy reads when it is asked for that turn, is written as the template writes the last turn of a
-conversation (with its reasoning), and ends with the token that ends a turn. What RL samples later has the same form.
+tokens that the policy reads when it samples that turn, is written as the template writes a conversation's last turn
+(with its reasoning), and ends with the token that ends a turn. RL later samples the same form.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class RowEncoder:
     """Encodes records with the tokenizer and the chat template of a model.
 
     Args:
-        codec: tokenizer of the model.
-        loss_on: whether all turns of the assistant train, or the last one.
+        codec: of the model.
+        loss_on: whether `all` turns of the assistant train, or the `last` one.
 
     Attributes:
-        unknown_id: token of all that the tokenizer does not know; None if it knows everything.
+        unknown_id: token of text that the tokenizer lacks; None if it lacks none.
     """
 
     def __init__(self, codec: TextCodec, loss_on: LossOn) -> None:
@@ -61,7 +61,7 @@ class RowEncoder:
         """Row of a record.
 
         Raises:
-            ValueError: nothing in it can train, or the chat template refuses it or leaves a part of it out.
+            ValueError: nothing in it can train, or the chat template refuses it or omits a part.
         """
         parts: list[tuple[Sequence[int], bool]]
         if SEGMENTS in prompt.metadata:
@@ -83,10 +83,7 @@ class RowEncoder:
         return Row(ids=ids, trains=trains).cut(int(np.flatnonzero(trains)[-1]) + 1)
 
     def _of_text(self, prompt: Prompt) -> list[tuple[Sequence[int], bool]]:
-        """A prompt and its completion with the token that ends a text, as far as possible as both are written together.
-
-        The prompt has the tokens that it has in RL, whatever follows it.
-        """
+        """A prompt, with its tokens in RL, and its completion with the token that ends a text; see `_after`."""
         if prompt.answer is None:
             raise ValueError("the record has a prompt, but no completion")
         if not prompt.answer:
@@ -101,7 +98,7 @@ class RowEncoder:
         return [(before, False), (own if is_ended else (*own, end), True)]
 
     def _after(self, before: tuple[int, ...], whole: tuple[int, ...], text: str) -> tuple[int, ...]:
-        """Tokens of a text behind others: as both are written together, if these keep their tokens."""
+        """Tokens of a text behind others: as if written together, provided that these keep their tokens."""
         return whole[len(before) :] if whole[: len(before)] == before else self._codec.encode_continuation(text)
 
     def _of_messages(self, prompt: Prompt) -> list[tuple[Sequence[int], bool]]:
@@ -122,7 +119,7 @@ class RowEncoder:
     def _turns(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> list[tuple[Sequence[int], bool]]:
-        """Tokens between the assistant's turns, and those of the turns."""
+        """Tokens of the assistant's turns, and those between them."""
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise ValueError("the conversation has no assistant turn")
@@ -150,7 +147,7 @@ class RowEncoder:
         options: Mapping[str, Any],
         earlier: Sequence[int],
     ) -> str:
-        """Text of the assistant's turn that a conversation ends with."""
+        """Text of the assistant's turn at the end of a conversation."""
         message = messages[-1]
         where = f"message {len(messages) - 1}"
         reasoning = message.get(REASONING_KEYS[0], "")
@@ -170,7 +167,7 @@ class RowEncoder:
 
 
 def _unknown_id(tokenizer: Any) -> int | None:
-    """Token of text that a tokenizer lacks. `tokenizer.unk_token` may be the end of a text, where none is lacking."""
+    """Token of text that a tokenizer lacks. `tokenizer.unk_token` may be the end of a text if it lacks none."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     text = getattr(model, "unk_token", None)
     return None if text in (None, tokenizer.eos_token) else int(tokenizer.convert_tokens_to_ids(text))

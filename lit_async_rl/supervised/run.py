@@ -1,4 +1,4 @@
-"""`sft`, the shortest way to fine-tune; and what the command line shares: default callbacks, the model written."""
+"""`sft`, the shortest way to fine-tune, and its default callbacks and model writer, which the command line shares."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def sft(
         records: as of `SFTDataModule`.
         max_steps: optimizer steps; -1 leaves the length to `epochs`.
         ckpt_path: checkpoint to resume from.
-        tokenizer: in the place of the model's own.
+        tokenizer: in place of the model's own.
         **settings: any other argument of `SFTModule`, `SFTDataModule` and `Trainer`.
 
     Returns:
@@ -111,7 +111,7 @@ def _sft(
     settings: Mapping[str, Any],
     folder: list[str],
 ) -> Trainer:
-    """`sft`, which turns its errors into what the user sees; `folder` gets the run's."""
+    """`sft` with full tracebacks; `folder` gets the run's."""
     for name in settings:
         if name not in SETTINGS:
             raise TypeError(f"sft has no setting {name!r}{meant(name, SETTINGS)}")
@@ -156,7 +156,7 @@ def _sft(
 
 
 def train(trainer: pl.Trainer, module: SFTModule, data: SFTDataModule, ckpt_path: str | None) -> str | None:
-    """Trains, prints the summary, and writes the model unless the run was stopped; returns what `run` does."""
+    """Trains, prints the summary, and writes the model unless the run was stopped; returns `run`'s result."""
     stopped_at = run(trainer, module, data, ckpt_path=ckpt_path)
     conclude(trainer)
     if stopped_at is None and (folder := write_model(trainer, module, data)) and trainer.is_global_zero:
@@ -165,7 +165,7 @@ def train(trainer: pl.Trainer, module: SFTModule, data: SFTDataModule, ckpt_path
 
 
 def _is_all_of_it(lora: LoRA, model: str) -> bool:
-    """Whether the adapter that was trained and the base that it names are the model: its own adapter was not merged."""
+    """Whether the trained adapter and the base that it names are the model: no adapter of the model was merged."""
     return not has_adapter(model) or (lora.continue_adapter and base_of(model) != adapter_folder(model))
 
 
