@@ -18,7 +18,7 @@ class AgentCallError(RuntimeError):
     """A call that cannot be answered; an agent may catch it and go on.
 
     Attributes:
-        code: short name of the reason, as OpenAI's API has them, such as `context_length_exceeded`.
+        code: reason, as OpenAI's API names it, such as `context_length_exceeded`.
         status: HTTP status that belongs to it.
         param: argument of the call that is at fault; None if no single one is.
     """
@@ -34,8 +34,7 @@ class AgentCallError(RuntimeError):
 class CallSampling:
     """Sampling parameters of a call; None leaves the run's own setting.
 
-    Only what leaves the distribution of the tokens alone is here: tokens that train must be sampled as `data.sampling`
-    says, so temperature and truncation are those of the run.
+    Temperature and truncation are those of the run: tokens that train must be sampled as `data.sampling` says.
 
     Args:
         max_tokens: at most this many tokens; never more than `data.sampling.max_tokens`.

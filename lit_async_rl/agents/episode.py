@@ -1,9 +1,9 @@
 """One running agent: its calls to the policy, and the graph of what was said.
 
 Calls may come from any event loop and thread: from the agent itself, or from a server that agents in other processes
-call. The state is guarded by the lock of the engine, and replies come through futures. What a call costs (its template,
-its tokens, a rule of the user) is done without that lock, for which the engine would wait: the calls of one episode
-begin one after the other under a lock of their own.
+call. The lock of the engine guards the state, and replies come through futures. The costly part of a call (its
+template, its tokens, a rule of the user) runs without that lock, for which the engine would wait: the calls of one
+episode begin one after the other under a lock of their own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ReplyCheck = Callable[[Reply], str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class AgentCallInfo:
-    """Description of a call for a rule, see `AgentEngine.side_calls`.
+    """A call as `AgentEngine.side_calls` sees it.
 
     Attributes:
         messages: messages of the call; empty for a text.
@@ -134,18 +134,17 @@ class AgentEpisode(PlayedSample):
         sample_index: which of its samples.
         rules: settings.
         lock: guards the state; the `threading.RLock` of the engine.
-        max_model_len: see the attribute of this name.
-        submit: gives a request to the inner engine, and returns its id there; called with the lock held.
+        max_model_len: see the attribute.
+        submit: gives a request to the inner engine with the lock held; returns its id there.
         abort: aborts requests of the inner engine, called without the lock.
-        fail: see the attribute of this name.
+        fail: see the attribute.
         num_failed: failed tries before this one.
 
     Attributes:
-        key: random and unguessable; an endpoint takes it as the API key of the agent.
-        prompt: the problem.
+        key: unguessable; an endpoint takes it as the API key of the agent.
         graph: what was said.
         max_model_len: largest number of tokens of a call and its reply.
-        fail: tells the engine that it has failed, by an error of what serves its episodes.
+        fail: tells the engine that what serves its episodes has failed, by this error.
     """
 
     def __init__(
@@ -203,7 +202,7 @@ class AgentEpisode(PlayedSample):
 
     @property
     def num_calls(self) -> int:
-        """Calls so far: repeated ones once, those that were sampled again with each try."""
+        """Calls so far; a repeated call counts once, a call that was sampled again with each try."""
         return len(self._calls)
 
     # -- calls, from any event loop -----------------------------------------------------------------------------------
@@ -227,12 +226,12 @@ class AgentEpisode(PlayedSample):
             tools: JSON schemas of the tools.
             sampling: what the call asks of the sampler.
             n: number of replies.
-            call_id: name of the call, under which a retry gets the same replies and never a second sample. Without one
-                each call is a sample of its own.
+            call_id: name of the call, under which a retry gets the same replies; without one each call is a sample of
+                its own.
             chat_template_kwargs: further arguments of the chat template.
             parses_tools: whether tool calls are found in the replies; otherwise they stay text.
-            check: returns the fault of a reply, None if it has none. A reply with a fault does not train, and another
-                is sampled in its place, at most `MAX_TRIES` in all; each try counts as a call. See `reply_rules`.
+            check: returns the fault of a reply, None if it has none. A reply with a fault does not train and is sampled
+                again, with at most `MAX_TRIES` tries in all; each counts as a call. See `reply_rules`.
 
         Raises:
             AgentCallError: the call cannot be answered, or no try of it has passed the check.
@@ -262,9 +261,9 @@ class AgentEpisode(PlayedSample):
     ) -> list[Reply]:
         """Completions of a text, or of token ids.
 
-        A text that begins with an earlier prompt and its completion continues that: what the policy wrote is not
-        tokenised again, and keeps the token that ended it, which texts do not show. The same holds for a stop string
-        with which the text goes on. Arguments as in `complete`.
+        A text that begins with an earlier prompt and its completion continues them: what the policy wrote is not
+        tokenised again, and keeps the token that ended it, which texts do not show, or the stop string if the text goes
+        on with it. Arguments as in `complete`.
 
         Raises:
             AgentCallError: the call cannot be answered.
@@ -303,10 +302,10 @@ class AgentEpisode(PlayedSample):
         return [reply for reply, _ in found]
 
     async def _passing(self, call: _Call, check: ReplyCheck | None) -> list[tuple[Reply, SampledTurn]]:
-        """Replies that pass the check, with their turns, in the order of the call's samples.
+        """Replies that pass the check, with their turns, in the order of the samples.
 
         Raises:
-            AgentCallError: there is none after `MAX_TRIES` for one of the samples, or the call cannot be answered.
+            AgentCallError: a sample has none after `MAX_TRIES`, or the call cannot be answered.
         """
         replies = await _result(call.replies)
         found = list(zip(replies, call.turns, strict=True))
@@ -363,7 +362,7 @@ class AgentEpisode(PlayedSample):
         self._calls.append(call)
 
     def _leave(self, call: _Call) -> None:
-        """A caller does not wait any more. A call that nobody can ask for again is aborted."""
+        """A caller waits no more. A call that nobody can ask for again is aborted."""
         with self._lock:
             call.num_waiting -= 1
             last = call.tries[-1]
@@ -374,7 +373,7 @@ class AgentEpisode(PlayedSample):
             self._abort([last.request_id])
 
     def withdraw(self, call_id: str) -> None:
-        """Its replies have not reached the agent after all: its connection broke. A retry may still get them."""
+        """Its replies did not reach the agent, whose connection broke. A retry may still get them."""
         with self._lock:
             call = self._by_id.get(call_id)
             if call is not None and not call.num_waiting:
@@ -464,11 +463,7 @@ class AgentEpisode(PlayedSample):
             call.parent, call.given_ids = self._continued_ids(_checked_ids(prompt, codec.vocab_size))
 
     def _check_length(self, num_chars: int) -> None:
-        """Refuses a text that cannot fit into the context, before seconds are spent on some MB of it.
-
-        Raises:
-            AgentCallError: it is longer than the context, whatever its tokens are.
-        """
+        """Refuses a text that cannot fit into the context whatever its tokens are, before seconds are spent on it."""
         self._check_num_tokens(-(-num_chars // self._rules.renderer.longest_token))
 
     def _check_num_tokens(self, least: int) -> None:
@@ -482,8 +477,8 @@ class AgentEpisode(PlayedSample):
     def _continued_text(self, prompt: str) -> tuple[SampledTurn | None, str]:
         """The turn that a text continues, and the text behind it.
 
-        The policy has written the stop string that ended a turn, and reads it: a text that goes on with it continues
-        behind it. One that does not has changed the turn, which is a drift.
+        The policy wrote the stop string that ended a turn, and reads it: a text that goes on with it continues behind
+        it; any other has changed the turn, which is a drift.
         """
         with self._lock:
             texts = {turn: text for turn, text in self._texts.items() if not turn.is_discarded}
@@ -499,7 +494,7 @@ class AgentEpisode(PlayedSample):
 
     @staticmethod
     def _begins(prompt: str, text: str, turn: SampledTurn) -> bool:
-        """Whether a prompt begins with a turn; what has ended is not continued by the same prompt, asked again."""
+        """Whether a prompt begins with a turn; the same prompt, asked again, does not continue one that has ended."""
         goes_on = len(prompt) > len(text) or turn.completion.finish_reason == "length"
         return bool(text) and goes_on and prompt.startswith(text)
 
@@ -531,7 +526,7 @@ class AgentEpisode(PlayedSample):
         """Has a call sampled after the turn that it continues.
 
         Raises:
-            AgentCallError: it asks for too many samples, does not fit into the context, or the episode has ended.
+            AgentCallError: it has too many samples or tokens, or the episode has ended.
         """
         n = call.num_samples
         if self._first is None:
@@ -559,7 +554,7 @@ class AgentEpisode(PlayedSample):
     # -- end of a call and of the episode, with the lock held ---------------------------------------------------------
 
     def receive(self, completion: Completion) -> None:
-        """Files a completion of the inner engine; the last one of its call answers it."""
+        """Files a completion of the inner engine; the last one of a call answers it."""
         call = next((call for call in reversed(self._calls) if call.request_id == completion.request_id), None)
         if call is None:
             return
@@ -636,7 +631,7 @@ def _checked_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 async def _result(future: Future[list[Reply]]) -> list[Reply]:
-    """The result of a future that other callers may wait for: a cancelled wait leaves it alone."""
+    """Result of a future that others may wait for: a cancelled wait leaves it alone."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
 

@@ -1,8 +1,8 @@
 """From the turns of an episode to the rows of tokens that train.
 
-Each turn of the policy that trains does so in exactly one row, with all tokens that it was sampled after as context.
-Every conversation that ends somewhere (a leaf) is a row; what leaves have in common trains in the first of them, the
-main conversation's before all others.
+Each turn of the policy that trains does so in exactly one row, with all tokens before it as context. Each leaf, where a
+conversation ends, is a row; what leaves have in common trains in the first of them, the main conversation's before all
+others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lit_async_rl.types import Branch, Completion, GenerationRequest
 
 @dataclass(frozen=True)
 class Row:
-    """A row, and the turns that train in it.
+    """A row of an episode.
 
     Attributes:
         tokens: the row.

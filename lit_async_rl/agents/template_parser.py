@@ -41,7 +41,7 @@ XML_CALLS: dict[str, Any] = {
 
 
 class TemplateParser(ReplyParser):
-    """Takes a reply apart by a response template of transformers.
+    """Parses a reply with a response template of transformers.
 
     A reply that the template cannot read is content as a whole. Arguments get the types of the tool's schema.
 
@@ -131,7 +131,7 @@ def _message(found: Mapping[str, Any], new_id: NewId) -> ReplyMessage:
 
 
 class AutoParser(ReplyParser):
-    """The parser that fits a model: by its response template, by its chat template, or `TaggedParser`."""
+    """The parser that fits a model by its response template or chat template, else `TaggedParser`."""
 
     def for_model(self, codec: TextCodec) -> ReplyParser:
         """See `ReplyParser`."""

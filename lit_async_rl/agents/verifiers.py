@@ -1,8 +1,8 @@
 """Tasks and agents of `verifiers` (https://github.com/PrimeIntellect-ai/verifiers), trained as they are.
 
 `verifiers` runs an agent's program (a *harness*) on a task, in a subprocess, a container or a sandbox, catches its
-calls to a model and hands them to a `Client`. Here that is the episode: its calls are sampled, recorded and trained as
-those of any agent. The rewards are those of the task.
+calls to a model and hands them to a `Client`: here the episode, whose calls are sampled, recorded and trained as those
+of any agent. The rewards are those of the task.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class VerifiersPrompts(PromptSource):
         ```
 
     Args:
-        taskset: the taskset as `verifiers` configures it: `id` is an installed package or a module on the path.
+        taskset: as `verifiers` configures it: `id` is an installed package or a module on the path.
         size: number of tasks; None takes all of them.
         first: index of the first; use disjoint ranges for training and validation.
 
@@ -105,7 +105,7 @@ def _loaders() -> Any:
 
 
 def _environment(config: Mapping[str, Any]) -> Any:
-    """The environment of a configuration; raises ImportError as `_loaders`."""
+    """The environment of a configuration; raises as `_loaders`."""
     loaders = _loaders()
     return loaders.load_environment(loaders.resolve_env_config(dict(config)))
 
@@ -128,7 +128,7 @@ class VerifiersAgent:
 
     Args:
         env: the block `env` of a configuration of `verifiers`: `taskset`, roles such as `agent`, `timeout`, `retries`.
-            The default `runtime` of a role is a sandbox of the hosted service Prime, which wants a key.
+            A role's default `runtime` is a sandbox of the hosted service Prime, which needs a key.
 
     Raises:
         ValueError: `env` names no taskset.
@@ -196,7 +196,7 @@ class _Services:
 
     Attributes:
         env: the environment of `verifiers`, with its servers.
-        policy: configuration of a client, by which calls of the policy are told from those of judges.
+        policy: configuration of a client, which tells calls of the policy from those of judges.
         calls: calls of running traces by their ids.
     """
 
@@ -244,12 +244,7 @@ class _Services:
 
 
 class _Calls:
-    """Calls of one trace, which is one try of an agent, to the policy.
-
-    Args:
-        episode: that they belong to.
-        trace_id: of the trace.
-    """
+    """Calls of one trace, which is one try of an agent, to the policy."""
 
     def __init__(self, episode: AgentEpisode, trace_id: str) -> None:
         self._episode = episode

@@ -1,4 +1,4 @@
-"""Answers to the calls of running episodes, however they come: over HTTP, or from a client in this process."""
+"""Answers to the calls of running episodes, over HTTP or from a client in this process."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class CallService:
 
         Args:
             request: the request.
-            has_gone: whether its client has gone, although the call was not cancelled yet.
+            has_gone: whether its client has gone, although the call was not yet cancelled.
         """
         try:
             session = self.session(request)
@@ -162,12 +162,12 @@ class CallService:
         return ApiResponse(body=answer.whole, lose=functools.partial(self._lose, session, call, known=known))
 
     def _lose(self, session: _Session, call: Call, known: RepeatableCall) -> None:
-        """The client of a request has not read the answer that it was given."""
+        """The client has not read the answer that it was given."""
         session.book.lose(known)
         self._withdraw(session, call, known)
 
     def _leave(self, session: _Session, call: Call, known: RepeatableCall) -> None:
-        """A request goes without its answer: what nobody has read does not train, unless it is asked for again."""
+        """A request goes without its answer, which does not train unless it is asked for again."""
         session.book.leave(known, delivered=False)
         self._withdraw(session, call, known)
 
@@ -194,7 +194,7 @@ def call_ids(call: Call, call_id: str) -> list[str]:
 
 
 async def _sample(episode: AgentEpisode, call: Call, names: Sequence[str]) -> list[Reply]:
-    """The policy's replies to a call, whose parts have these names, see `call_ids`.
+    """The policy's replies to a call; names are those of `call_ids`.
 
     Raises:
         AgentCallError: the call cannot be answered.

@@ -1,4 +1,4 @@
-"""Agents that are programs: any process that talks to an OpenAI client, in any language."""
+"""Agents that are programs in any language: processes with an OpenAI client."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CommandAgent:
     reward is the last line that it writes to stdout: a number, or an object `{"reward": 0.5, "parts": {"tests": 0.5}}`.
     What it writes to stderr is not shown, unless it fails.
 
-    A process that ends with another exit status than 0, by a signal, or without a reward has failed, as an agent in
+    A process that ends with an exit status other than 0, by a signal, or without a reward has failed, like an agent in
     Python that raises. When its episode is over its process group is killed, and on Linux every process that it has
     started, also when the trainer is killed.
 
@@ -83,7 +83,7 @@ class CommandAgent:
         return {"files": file_contents(self.command)}
 
     async def astart(self) -> None:
-        """Ends the run before its first episode if there is no such program, which would fail in each of them.
+        """Ends the run before its first episode if there is no such program.
 
         Raises:
             EnvironmentFailure: names the program.
@@ -154,7 +154,7 @@ class CommandAgent:
 
 
 def _input_of(prompt: Prompt) -> bytes:
-    """Standard input of the process."""
+    """Stdin of the process."""
     text = None if prompt.messages is not None else prompt.text
     messages = None if prompt.messages is None else [dict(message) for message in prompt.messages]
     sent = {"text": text, "messages": messages, "answer": prompt.answer, "metadata": dict(prompt.metadata)}

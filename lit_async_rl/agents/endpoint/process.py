@@ -6,8 +6,7 @@
 | the task that reads replies | a reply | the connection, also at the process's end |
 
 What happens there is in `player.py`. Agent and prompts are pickled, because they have arbitrary settings and metadata;
-only the child unpickles them, and they come from its parent. Its replies are JSON, see `runtime/process.py`. Calls of
-its clients go to the endpoint over HTTP.
+only the child unpickles them, and they come from its parent. Its replies are JSON, see `runtime/process.py`.
 """
 
 from __future__ import annotations
@@ -51,11 +50,10 @@ class AgentProcessEnded(ProcessAgentError):
 class ProcessAgent(RemoteProxy):
     """Plays the episodes of an agent in processes of their own, each with an `openai.AsyncOpenAI` at the endpoint.
 
-    An agent's Python, the official client included, otherwise shares one interpreter with engine and trainer. Its
-    calls go to the endpoint over HTTP. A process plays any number of episodes at a time. One that ends, or that an
-    agent blocks (`time.sleep` in a coroutine), costs the episodes in it, which count as failed, and another takes its
-    place. What agents print goes to stderr. Rewards, and checkpoints, are those of the same agent in the trainer's
-    process.
+    An agent's Python, the official client included, otherwise shares one interpreter with engine and trainer. Its calls
+    go to the endpoint over HTTP. A process plays any number of episodes at a time. If it ends, or an agent blocks it
+    (`time.sleep` in a coroutine), the episodes in it count as failed, and another takes its place. What agents print
+    goes to stderr. Rewards and checkpoints are those of the same agent in the trainer's process.
 
     Example:
         ```yaml
@@ -68,7 +66,7 @@ class ProcessAgent(RemoteProxy):
         processes: number of processes; an episode goes to the one with the fewest.
 
     Attributes:
-        clients: gives the processes address and key of an episode, unless the engine has `clients`.
+        clients: gives processes an episode's address and key, unless the engine has `clients`.
         original: the agent.
 
     Raises:
@@ -248,7 +246,7 @@ class _Worker:
         self._child.terminate()  # its guard kills it
 
     async def _read(self) -> None:
-        """Gives replies to those that wait for them, until the process has ended."""
+        """Passes replies on until the process has ended."""
         try:
             while message := await receive_from(self._replies, MAX_REPLY_BYTES):
                 self._take(message[0])

@@ -6,8 +6,8 @@
 | `Endpoint.start` | the server to listen, at most `START_TIMEOUT_S` | the server's thread |
 | a client | its answer, at most its own time-out | the server's thread, also when the server ends |
 
-A server that ends by an error is not started again: its clients are cut off, and the engines whose episodes it serves
-have failed (`data.limits.engine_restarts`).
+A server that ends by an error is not started again: its clients are cut off, and the engines that it serves have failed
+(`data.limits.engine_restarts`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Endpoint:
             await asyncio.sleep(START_POLL_S)
 
     async def _serve(self, server: Any, listening: socket.socket) -> None:
-        """Serves until it is cancelled by `close`; an end that comes otherwise is the failure of the engines."""
+        """Serves until `close` cancels it; any other end is the failure of the engines."""
         reason = "its server has stopped"
         try:
             await server.serve(sockets=[listening])
@@ -142,7 +142,7 @@ def import_server() -> Callable[[CallService], Any]:
 
 
 async def _cut_off(server: Any, listening: socket.socket) -> None:
-    """Closes the listening socket and all connections, also those that were accepted and are not yet served."""
+    """Closes the listening socket and all connections, also those accepted but not yet served."""
     if listening.fileno() >= 0:  # else closed by the server itself
         asyncio.get_running_loop().remove_reader(listening)  # accepts no more
     for _ in range(2):
