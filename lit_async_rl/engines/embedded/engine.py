@@ -1,10 +1,10 @@
 """Default engine: a continuous-batching decode loop for Hugging Face causal LMs with a KV cache.
 
-`EmbeddedEngine` has the settings. It hands every call on to a `DecodeLoop` in this process, or with `own_process` to a
-`DecodeProcess`, which sends it to a `DecodeLoop` in a child process.
+`EmbeddedEngine` hands every call to a `DecodeLoop` in this process, or with `own_process` to a `DecodeProcess`, which
+sends it to a `DecodeLoop` in a child process.
 
-Each step of the loop samples one token for every active row. A finished row is replaced by a queued sample at once, so
-none waits for the longest completion of a batch. Each prompt is prefilled once; its KV cache is copied to every sample.
+Each step of the loop samples one token for every active row. A queued sample replaces a finished row at once, so none
+waits for the longest completion of a batch. Each prompt is prefilled once; its KV cache is copied to every sample.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -83,17 +83,15 @@ class EmbeddedEngine(EngineWrapper):
             each batch and the order of calls, not on timing, also after a resume.
         device: `auto` is the first accelerator, or the CPU.
         dtype: precision of the weights; log-probabilities are always float32.
-        num_threads: number of torch threads of the polling thread and of threads started later; None keeps torch's
-            number.
+        num_threads: torch threads of the polling thread and of threads started later; None keeps torch's number.
         max_model_len: maximum number of tokens of prompt and completion together; None is the model's limit.
         update_timeout_s: timeout of `load_weights`, and of any wait for the current decode step, in seconds.
         self_check: compare a few tokens with full forward passes when the first weights are loaded; raise if they
             differ.
-        own_process: generate in a child process. The trainer then does not share the GIL, which matters most for small
-            models.
-        cuda_graphs: record each decode step once as a CUDA graph and replay it, four tokens at a time, which saves the
-            time in which Python launches kernels. For Llama, Mistral, Qwen2 and Qwen3 on a GPU, in a process of their
-            own. With `in_flight_weight_updates: false`, each batch records anew.
+        own_process: generate in a child process, which does not share the trainer's GIL; matters most for small models.
+        cuda_graphs: record each decode step once as a CUDA graph and replay it, four tokens at a time, which saves
+            Python's launches of kernels. For Llama, Mistral, Qwen2 and Qwen3 on a GPU, with `own_process`. With
+            `in_flight_weight_updates: false`, each batch records anew.
 
     Attributes:
         engine: the decode loop, or the process that runs it.
@@ -326,7 +324,7 @@ class DecodeLoop(Decoder):
         return []
 
     def step(self) -> list[Completion]:
-        """Applies new weights, then fills free slots from the queue or samples one token for every active row.
+        """Applies new weights, then fills free slots or samples one token for every active row.
 
         The caller holds the lock.
         """
@@ -355,7 +353,7 @@ class DecodeLoop(Decoder):
         return finished
 
     def _count(self, name: str, began: float, slots: Slots) -> None:
-        """Adds one decode or prefill step that began at `began` of `time.monotonic`, for metrics and a timeline."""
+        """Adds a decode or prefill step, begun at `began` of `time.monotonic`, to metrics and timeline."""
         num_tokens = slots.num_tokens - self.num_tokens
         self.num_tokens = slots.num_tokens
         seconds = time.monotonic() - began
@@ -451,7 +449,7 @@ class DecodeLoop(Decoder):
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Context of a thread that reads or changes slots or queue: it has the lock, and uses the loop's stream."""
+        """Context of a thread that uses slots or queue: it has the lock, and the loop's stream."""
         with self._lock.hold(), self._stream.use():
             while self._submitted:
                 seed = None if self.in_flight_weight_updates else self.settings.seed
@@ -460,7 +458,7 @@ class DecodeLoop(Decoder):
 
     @contextlib.contextmanager
     def borrowing(self) -> Iterator[None]:
-        """Context of decoding with a model of another object, which may have trained it since the last time."""
+        """Context of decoding with another object's model, which may have been trained since the last time."""
         self.slots.invalidate_prompts()  # their keys and values may have been computed with other weights
         with evaluation_mode(self.slots.lm):
             yield
@@ -479,7 +477,7 @@ class DecodeLoop(Decoder):
 
 
 def recommend_vllm(lm: PreTrainedModel) -> None:
-    """Says that vLLM decodes a model of this size faster on a GPU; docs/hardware.md says why it is not the default."""
+    """Says that vLLM is faster for a model of this size on a GPU; docs/hardware.md says why it is not the default."""
     num_parameters = sum(parameter.numel() for parameter in lm.parameters())
     if num_parameters < VLLM_PARAMETERS:
         return
@@ -494,7 +492,7 @@ def recommend_vllm(lm: PreTrainedModel) -> None:
 class NewestUpdate:
     """Hands the newest weights from the trainer's thread (`put`) to the decode loop (`take`). Thread-safe.
 
-    An update that was not taken is merged into the next one, which may omit unchanged weights.
+    An update that was not taken is merged into the next, which may omit unchanged weights.
     """
 
     def __init__(self) -> None:
@@ -503,7 +501,7 @@ class NewestUpdate:
         self._update: Update | None = None
 
     def put(self, update: Update) -> None:
-        """Replaces the weights of an earlier update; weights that are only in the earlier one remain."""
+        """Adds an update, merged with an earlier one that was not taken."""
         with self._lock:
             earlier = {} if self._update is None else self._update.weights
             # the later event is enough: both were recorded by the trainer's thread
