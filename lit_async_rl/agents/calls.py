@@ -20,7 +20,7 @@ class AgentCallError(RuntimeError):
     Attributes:
         code: reason, as OpenAI's API names it, such as `context_length_exceeded`.
         status: HTTP status that belongs to it.
-        param: argument of the call that is at fault; None if no single one is.
+        param: argument at fault; None if no single one is.
     """
 
     def __init__(self, message: str, code: str, status: int = 400, param: str | None = None) -> None:
@@ -68,7 +68,7 @@ class ToolCall:
 
     Attributes:
         id: unique within its episode.
-        name: name of the tool.
+        name: of the tool.
         arguments: JSON text, as the policy wrote it.
     """
 
@@ -96,7 +96,7 @@ class ReplyMessage:
     reasoning: str | None = None
 
     def as_message(self) -> dict[str, Any]:
-        """The assistant's message in the form of OpenAI's chat messages."""
+        """The assistant's message, as in OpenAI's chat API."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning

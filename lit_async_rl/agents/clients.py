@@ -25,8 +25,8 @@ class ClientFactory(ABC):
     """Makes the client of each episode. Coroutines run in the event loop of the episodes.
 
     Attributes:
-        has_address: whether its clients have `base_url` and `api_key` as those of the `openai` package, for agents that
-            run in another process.
+        has_address: whether its clients have `base_url` and `api_key`, like those of the `openai` package, for agents
+            in another process.
     """
 
     has_address: ClassVar[bool] = False

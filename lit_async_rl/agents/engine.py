@@ -1,4 +1,4 @@
-"""Wraps an engine and runs an agent program for each sample; its calls to the policy are what trains.
+"""Wraps an engine and runs an agent program for each sample; the policy trains on its calls.
 
 `multi_request` has the life of an episode. A sample holds the slot of its group from before its first call until the
 group was trained on, and every token has the version that sampled it: the staleness bound holds for each of them,
@@ -58,9 +58,9 @@ class AgentStats:
     """Totals of an engine's episodes.
 
     Attributes:
-        num_episodes: episodes that have finished.
-        num_calls: calls of them to the policy.
-        num_rows: rows of them that train.
+        num_episodes: finished episodes.
+        num_calls: their calls to the policy.
+        num_rows: their rows that train.
         num_orphans: replies that reached no agent, which never train; likewise `num_side_turns`, of side calls.
         num_lost: samples whose agent failed in all tries.
         drift: see `lit_async_rl.agents.graph`.
@@ -87,7 +87,7 @@ class AgentStats:
 
 
 class AgentEngine(MultiRequestEngine[AgentEpisode]):
-    """Runs `agent(prompt, client)` for each sample; what it returns is the reward, in place of `data.reward`.
+    """Runs `agent(prompt, client)` for each sample; it returns the reward, in place of `data.reward`.
 
     Example:
         ```python
@@ -102,7 +102,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
 
     An agent may call the policy concurrently. `sampling.max_tokens` bounds one reply. Calls that continue a
     conversation extend the recorded tokens, see `lit_async_rl.agents.graph`. Each conversation, and each branch of one,
-    trains as a row of its own; replies that the agent has never read, and side calls, do not train.
+    trains as its own row; replies that the agent has never read, and side calls, do not train.
 
     Args:
         engine: samples the replies.
@@ -111,17 +111,17 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         clients: makes the clients; None is `InProcessClients`, unless the agent has `clients`.
         timeout_s: limit of an episode; its agent is then cancelled, and counts as failed.
         max_calls: calls to the policy in one episode.
-        tries: number of failures (errors or timeouts) of an agent after which its sample is given up with a warning;
-            its group then trains with the others. Ten prompts that lost all of their samples, without a finished
-            episode in between, end the run. None ends it at the first failure.
+        tries: failures (errors or timeouts) of an agent after which its sample is given up with a warning; its group
+            trains with the others. Ten prompts that lost all samples, without a finished episode in between, end the
+            run. None ends it at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
         side_calls: decides whether a side call, which shares neither system prompt nor tools with the first call,
             trains nevertheless; None trains none.
         credit: part of the advantage that each row gets.
         parser: finds tool calls and reasoning in replies; None is the one that fits the model.
         chat_template: file with a chat template in place of the tokenizer's, or name of a shipped one.
-        forks: train with a template that writes earlier messages differently when a conversation goes on, each call as
-            a row of its own; without it such a template is refused.
+        forks: train with a template that writes earlier messages differently as a conversation goes on, each call as
+            its own row; otherwise such a template is refused.
 
     Raises:
         ValueError: a setting is out of range, the engine does not update weights in flight, or the agent runs in
@@ -170,7 +170,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
 
     @property
     def scoring_identity(self) -> str:
-        """See `RolloutEngine`: the agent's identity, the calls that it may make, and which of them train, how much."""
+        """See `RolloutEngine`: the agent's identity, the calls that it may make, and which train, how much."""
         rows = ", ".join(map(reward_identity, (self.credit, self.side_calls)))
         return f"max_calls={self.max_calls}, {rows}, {reward_identity(self.agent)}"
 
@@ -233,7 +233,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
     # -- life of an episode -------------------------------------------------------------------------------------------
 
     def _begin(self, opened: OpenRequest[AgentEpisode]) -> list[GenerationRequest]:
-        """Starts an agent for each sample, which makes all requests itself."""
+        """Starts an agent for each sample; it makes all requests."""
         for sample in range(opened.request.num_samples):
             self._start(opened, sample)
         return []
@@ -389,11 +389,7 @@ def _check_address(agent: Agent, clients: ClientFactory) -> None:
 
 
 def _template(name: str | None) -> str | None:
-    """The chat template of a file, or a shipped one.
-
-    Raises:
-        ValueError: there is no such file.
-    """
+    """The chat template of a file, or a shipped one."""
     if name is None:
         return None
     path = Path(name).expanduser()

@@ -3,7 +3,7 @@
 Calls may come from any event loop and thread: from the agent itself, or from a server that agents in other processes
 call. The lock of the engine guards the state, and replies come through futures. The costly part of a call (its
 template, its tokens, a rule of the user) runs without that lock, for which the engine would wait: the calls of one
-episode begin one after the other under a lock of their own.
+episode begin one after the other under their own lock.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class AgentCallInfo:
     """A call as `AgentEngine.side_calls` sees it.
 
     Attributes:
-        messages: messages of the call; empty for a text.
+        messages: of the call; empty for a text.
         tools: its tools.
-        first_messages: messages of the episode's first call; likewise `first_tools`.
+        first_messages: those of the episode's first call; likewise `first_tools`.
     """
 
     messages: Messages
@@ -130,21 +130,19 @@ class AgentEpisode(PlayedSample):
     """One running agent: one sample of a group; calls are refused when it is over.
 
     Args:
-        request: request of the outer engine.
+        request: of the outer engine.
         sample_index: which of its samples.
         rules: settings.
         lock: guards the state; the `threading.RLock` of the engine.
-        max_model_len: see the attribute.
+        max_model_len: largest number of tokens of a call and its reply.
         submit: gives a request to the inner engine with the lock held; returns its id there.
         abort: aborts requests of the inner engine, called without the lock.
-        fail: see the attribute.
+        fail: tells the engine that what serves its episodes has failed, by this error.
         num_failed: failed tries before this one.
 
     Attributes:
         key: unguessable; an endpoint takes it as the API key of the agent.
         graph: what was said.
-        max_model_len: largest number of tokens of a call and its reply.
-        fail: tells the engine that what serves its episodes has failed, by this error.
     """
 
     def __init__(
@@ -197,7 +195,7 @@ class AgentEpisode(PlayedSample):
 
     @property
     def trains(self) -> bool:
-        """Whether its tokens are trained on, and not only validated."""
+        """Whether its tokens train, and are not only validated."""
         return self._rules.trains
 
     @property
@@ -226,15 +224,15 @@ class AgentEpisode(PlayedSample):
             tools: JSON schemas of the tools.
             sampling: what the call asks of the sampler.
             n: number of replies.
-            call_id: name of the call, under which a retry gets the same replies; without one each call is a sample of
-                its own.
+            call_id: name of the call, under which a retry gets the same replies; without one each call is another
+                sample.
             chat_template_kwargs: further arguments of the chat template.
             parses_tools: whether tool calls are found in the replies; otherwise they stay text.
             check: returns the fault of a reply, None if it has none. A reply with a fault does not train and is sampled
                 again, with at most `MAX_TRIES` tries in all; each counts as a call. See `reply_rules`.
 
         Raises:
-            AgentCallError: the call cannot be answered, or no try of it has passed the check.
+            AgentCallError: the call cannot be answered, or no try passed the check.
         """
 
         def begin() -> _Call:
@@ -302,11 +300,7 @@ class AgentEpisode(PlayedSample):
         return [reply for reply, _ in found]
 
     async def _passing(self, call: _Call, check: ReplyCheck | None) -> list[tuple[Reply, SampledTurn]]:
-        """Replies that pass the check, with their turns, in the order of the samples.
-
-        Raises:
-            AgentCallError: a sample has none after `MAX_TRIES`, or the call cannot be answered.
-        """
+        """Replies that pass the check, with their turns, in the order of the samples."""
         replies = await _result(call.replies)
         found = list(zip(replies, call.turns, strict=True))
         if check is None:
@@ -331,11 +325,7 @@ class AgentEpisode(PlayedSample):
         )
 
     def _sample_again(self, call: _Call, *, num_samples: int, num_tries: int) -> _Call:
-        """The next try of a call; the same one for all that wait for the call.
-
-        Raises:
-            AgentCallError: the episode has ended, or has made all of its calls.
-        """
+        """The next try of a call; the same one for all that wait for the call."""
         with self._beginning, self._lock:
             if call.again is None:
                 self._check_open()
@@ -346,7 +336,7 @@ class AgentEpisode(PlayedSample):
             return call.again
 
     def _sample(self, call: _Call, num_tries: int) -> None:
-        """Asks the inner engine for the replies of a call, with the lock held."""
+        """Asks the inner engine for a call's replies, with the lock held."""
         request = call_request(
             self.request,
             self.sample_index,
@@ -381,7 +371,7 @@ class AgentEpisode(PlayedSample):
                     turn.is_kept = False
 
     def discard(self, call_ids: Collection[str]) -> None:
-        """The agent begins anew: these calls train nothing, and no later one continues them."""
+        """The agent begins anew: these calls train nothing, and none continues them."""
         with self._lock:
             turns = [turn for call_id in call_ids if (call := self._by_id.get(call_id)) for turn in call.all_turns]
             for turn in turns:
@@ -403,7 +393,7 @@ class AgentEpisode(PlayedSample):
     # -- beginning of a call, one after the other ---------------------------------------------------------------------
 
     def _continue_chat(self, call: _Call, options: Mapping[str, Any]) -> None:
-        """Finds the turn that the messages of a call continue, and what is new in them."""
+        """Finds the turn that a call's messages continue, and what is new in them."""
         kind = kind_of(call.tools, options)
         # also of what the template leaves out: the graph keeps it
         self._check_length(max(len(kind), sum(map(length_of, call.messages))))
@@ -429,11 +419,7 @@ class AgentEpisode(PlayedSample):
         call.given_text = text
 
     def _continuation(self, call: _Call, match: Match, options: Mapping[str, Any]) -> str | None:
-        """Text after the last turn that a call continues; None if the template renders earlier turns differently.
-
-        Raises:
-            AgentCallError: the template refuses the messages.
-        """
+        """Text after the last turn that a call continues; None if the template renders earlier turns differently."""
         renderer = self._rules.renderer
         sampled = [place for place, _ in match.turns]
         try:
@@ -478,7 +464,7 @@ class AgentEpisode(PlayedSample):
         """The turn that a text continues, and the text behind it.
 
         The policy wrote the stop string that ended a turn, and reads it: a text that goes on with it continues behind
-        it; any other has changed the turn, which is a drift.
+        it; any other has changed the turn: a drift.
         """
         with self._lock:
             texts = {turn: text for turn, text in self._texts.items() if not turn.is_discarded}
@@ -523,11 +509,7 @@ class AgentEpisode(PlayedSample):
         return str(self._rules.renderer.codec.tokenizer.decode(list(ids)))
 
     def _submit(self, call: _Call) -> None:
-        """Has a call sampled after the turn that it continues.
-
-        Raises:
-            AgentCallError: it has too many samples or tokens, or the episode has ended.
-        """
+        """Has a call sampled after the turn that it continues."""
         n = call.num_samples
         if self._first is None:
             self._first = (call.messages, call.tools)

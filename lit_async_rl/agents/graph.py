@@ -2,7 +2,7 @@
 
 Messages are the nodes of a tree, a conversation is a path from its root. A call continues the longest path that its
 messages share with the graph: the ids recorded there are its context, and only what is new is tokenised. Conversations
-with different tools or template arguments have trees of their own, because their first tokens differ.
+with different tools or template arguments have different trees, because their first tokens differ.
 
 A call that cannot continue a path although its messages do is a *drift*, counted by cause:
 
@@ -30,7 +30,7 @@ class SampledTurn:
     """A turn of the policy, and the tokens given to it since the turn before.
 
     Attributes:
-        parent: the turn whose conversation it continues; None if it begins one.
+        parent: the turn that it continues; None if it begins a conversation.
         given_ids: token delta of the messages since then.
         given_text: their rendering.
         completion: tokens, log-probabilities, versions, head and experts of the turn.
@@ -109,11 +109,11 @@ class Match:
     """How far a call's messages follow the graph.
 
     Attributes:
-        node: the last message that is in the graph already; the root if none is.
+        node: the last message in the graph already; the root if none is.
         length: number of messages up to it.
         turns: turns of the policy that the call continues, with their positions in the messages.
         num_healed: those of them that the messages write differently.
-        is_edited: whether the next message stands in the place of a turn of the policy, and is none.
+        is_edited: whether the next message replaces a turn of the policy.
     """
 
     node: MessageNode
@@ -213,7 +213,7 @@ class MessageGraph:
 
 
 def _newest(nodes: Sequence[MessageNode]) -> MessageNode:
-    """Of messages that say the same, the latest turn that the agent has read, if there is one."""
+    """The latest of equal messages, if possible a turn that the agent has read."""
     kept = [node for node in nodes if node.turn is not None and node.turn.is_kept]
     return (kept or nodes)[-1]
 

@@ -1,7 +1,7 @@
 """An async context manager that all episodes of a run share: a tool server, or the services of a framework.
 
-Many context managers must be left by the task that entered them, and episodes are tasks that end at any time. So a task
-of its own enters and leaves it.
+Many context managers must be left by the task that entered them, and episodes are tasks that end at any time. So a
+separate task enters and leaves it.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -41,7 +41,7 @@ class Held(Generic[T]):
     An agent calls `start` in its `astart`, `close` in its `aclose`, and `get` in each episode.
 
     Args:
-        name: of what is held, for messages.
+        name: for messages.
         make: makes the context manager, for each use anew.
         start_timeout_s: seconds that it may take to be entered.
     """

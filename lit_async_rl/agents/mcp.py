@@ -31,11 +31,11 @@ START_LIMITS = 4  # requests until a server has listed its tools, each with its 
 
 
 class McpServerError(RuntimeError):
-    """A tool server does not start, or has ended; the message has the end of what it wrote to stderr."""
+    """A tool server does not start, or has ended; the message has the end of its stderr."""
 
 
 class McpTools:
-    """Tools of a server that is started by a command and talks on stdin and stdout. An async context manager.
+    """Tools of a server, started by a command, that talks on stdin and stdout. An async context manager.
 
     Example:
         ```python
@@ -185,7 +185,7 @@ def _text(part: Any) -> str:
 
 
 class McpAgent:
-    """Asks the policy for an answer to the prompt, with the tools of a server, until a reply calls none; scores that.
+    """Asks the policy, with the tools of a server, until a reply calls none; scores that reply.
 
     Example:
         ```yaml
@@ -200,7 +200,7 @@ class McpAgent:
         max_turns: replies of the policy; an episode whose last one calls a tool has reward 0.
         per_episode: start a server for each episode; otherwise all share one and its state, and it is started again if
             it ends.
-        timeout_s: limit of a server's start, and of each call of a tool.
+        timeout_s: see `McpTools`.
 
     Raises:
         ValueError: a setting is out of range.

@@ -130,7 +130,7 @@ def _parsed(arguments: str) -> Any:
 
 
 def checked_tools(tools: Any) -> Messages:
-    """Tools of a call; keys that nothing here reads are the template's.
+    """Tools of a call; other keys are the template's.
 
     Raises:
         AgentCallError: they are malformed.
@@ -253,7 +253,7 @@ class ChatRenderer:
 
     Args:
         codec: tokenizer of the model.
-        template: chat template in place of the tokenizer's own, as Jinja source.
+        template: chat template in place of the tokenizer's, as Jinja source.
     """
 
     def __init__(self, codec: TextCodec, template: str | None = None) -> None:
@@ -272,7 +272,7 @@ class ChatRenderer:
         *,
         sampled: Sequence[int] = (),
     ) -> list[str]:
-        """Texts between the policy's turns: before the first, after each, and up to where the next turn begins.
+        """Texts between the policy's turns: before the first, and after each up to where the next begins.
 
         Args:
             messages: the conversation, see `checked_call_messages`.
@@ -399,8 +399,8 @@ class ChatRenderer:
     def _find_form_of_calls(self, kind: str) -> Literal["text", "call", "unclear", "lost"]:
         """How a turn with tool calls is marked: by a `text` in its place or in its `call`; `lost` if its answers are.
 
-        Most templates take the text. Some write an answer of a tool only behind its call (Mistral, gpt-oss, Gemma 4),
-        or with the number of its call (Command A).
+        Most templates take the text. Some write a tool's answer only behind its call (Mistral, gpt-oss, Gemma 4), or
+        with its call's number (Command A).
         """
         tools, options = json.loads(kind)
         answers = [_answer(f"{self._mark}{name}", name) for name in "ab"]
@@ -560,7 +560,7 @@ class ChatRenderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether messages can be rendered at all."""
+        """Whether messages can be rendered."""
         return bool(self._template)
 
     @functools.cached_property
@@ -591,11 +591,7 @@ class ChatRenderer:
         return None
 
     def _growth_problem(self, talk: Messages, tools: Messages = ()) -> str | None:
-        """Why a conversation that grows turn by turn cannot be continued; None if it can.
-
-        Raises:
-            AgentCallError: the template refuses it.
-        """
+        """Why a conversation that grows turn by turn cannot be continued; None if it can."""
         before: list[str] = []
         roles: list[str] = []
         turns = [n for n, message in enumerate(talk) if message["role"] == "assistant"]

@@ -40,7 +40,7 @@ class ReplyRule:
     content: ContentCheck | None = None
 
     def fault(self, reply: Reply) -> str | None:
-        """The way in which a reply breaks the rule; None if it keeps it."""
+        """How a reply breaks the rule; None if it keeps it."""
         calls = reply.message.tool_calls
         if self.functions is not None:
             if not calls:

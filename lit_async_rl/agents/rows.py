@@ -37,7 +37,7 @@ class Row:
 
 
 def trained_turns(turns: Sequence[SampledTurn]) -> list[SampledTurn]:
-    """Turns that train: those whose reply has reached the agent, or was continued, and that are no side calls."""
+    """Turns that train: their reply has reached the agent, or was continued, and they are no side calls."""
     kept: set[int] = set()
     for turn in reversed(turns):  # a turn comes before those that continue it
         if turn.is_kept or id(turn) in kept:
@@ -66,7 +66,7 @@ def rows_of(turns: Sequence[SampledTurn]) -> list[Row]:
 
 
 def _row(leaf: SampledTurn, taken: set[int]) -> Row:
-    """The row of a conversation, of which the turns `taken` train elsewhere."""
+    """The row of a conversation; turns `taken` train elsewhere."""
     path = leaf.path
     begin = next(n for n, turn in enumerate(path) if id(turn) not in taken)
     own = path[begin:]

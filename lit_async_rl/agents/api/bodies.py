@@ -1,4 +1,4 @@
-"""Calls of request bodies, and the rules for what a call may ask of the policy; `shapes` has the shapes of the bodies.
+"""Calls of request bodies, and rules for what a call may ask of the policy; `shapes` has their shapes.
 
 The trainer recomputes the log-probability of each token under the run's own sampling distribution (`data.sampling`). An
 option that changes it for one call is therefore refused, unless it has the run's value or a neutral one, or is named in
@@ -88,7 +88,7 @@ class Call:
         max_tokens: limit of each, beside the run's own; None is the run's.
         stop: strings that end a reply, beside the run's own.
         seed: makes the replies reproducible where the engine can; None lets the run choose.
-        stream: whether the answer is sent as server-sent events.
+        stream: whether the answer is server-sent events.
         include_usage: whether a stream ends with the numbers of tokens.
         logprobs: whether the answer has the log-probability of each token.
         top_logprobs: number of likeliest tokens of each position in the answer, as far as they were recorded.
@@ -132,7 +132,7 @@ def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
     """Options that calls may have without effect.
 
     Raises:
-        ValueError: they are no list, or every answer depends on one of them.
+        ValueError: they are no list, or every answer depends on one.
     """
     if isinstance(names, str):
         raise ValueError(f"{setting} must be a list of names, got {names!r}")
@@ -242,7 +242,7 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
 
 
 def check_options(body: Mapping[str, Any], shape: type[Shape], sampling: SamplingParams) -> None:
-    """Refuses options that are unknown, or that would change the distribution.
+    """Refuses options that are unknown or would change the distribution.
 
     Args:
         body: JSON object, without the keys that are null.
@@ -321,7 +321,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def check_number_of_messages(messages: Any, max_messages: int, param: str = "messages") -> None:
-    """Refuses a conversation that is too long, before its messages are read.
+    """Refuses too long a conversation, before its messages are read.
 
     Raises:
         AgentCallError: it is.
@@ -344,7 +344,7 @@ def _chat_content(chat: ChatBody) -> ContentCheck | None:
 
 
 def forced_functions(choice: Any, tools: Sequence[Mapping[str, Any]]) -> frozenset[str] | None:
-    """Names of tools of which a reply must call at least one; None leaves the choice to the policy.
+    """Tools of which a reply must call at least one; None leaves the choice to the policy.
 
     Args:
         choice: field `tool_choice` of a body.

@@ -1,4 +1,4 @@
-"""Formats that a call may want its content in: JSON, by a schema or without."""
+"""Formats of a call's content: JSON, by a schema or without."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _without_model(kind: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and lists with replies of the client, which are models of pydantic, as dictionaries."""
+    """Mappings and lists with the client's pydantic replies as dictionaries."""
     if isinstance(value, str | int | float | None):
         return value
     if isinstance(value, Mapping):

@@ -48,10 +48,7 @@ class CallService:
 
     Args:
         limits: limits of calls.
-        codec: codec of the model.
-
-    Attributes:
-        limits: limits of calls.
+        codec: of the model.
     """
 
     def __init__(self, limits: CallLimits, codec: TextCodec) -> None:
@@ -100,7 +97,7 @@ class CallService:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     async def respond(self, request: ApiRequest, has_gone: Callable[[], bool] = lambda: False) -> ApiResponse:
-        """The answer to a request, or the refusal of one. Cancelled when its client has gone.
+        """The answer to a request, or its refusal. Cancelled when its client has gone.
 
         Args:
             request: the request.
@@ -179,7 +176,7 @@ class CallService:
 
     @property
     def too_long(self) -> AgentCallError:
-        """The refusal of a body that is longer than `limits`."""
+        """The refusal of a body longer than `limits`."""
         limit = self.limits.max_body_bytes
         return AgentCallError(
             f"the body is longer than {limit} bytes (EndpointClients.max_body_mb={limit / 2**20:g})",
@@ -194,11 +191,7 @@ def call_ids(call: Call, call_id: str) -> list[str]:
 
 
 async def _sample(episode: AgentEpisode, call: Call, names: Sequence[str]) -> list[Reply]:
-    """The policy's replies to a call; names are those of `call_ids`.
-
-    Raises:
-        AgentCallError: the call cannot be answered.
-    """
+    """The policy's replies to a call; names are those of `call_ids`."""
     sampling = CallSampling(max_tokens=call.max_tokens, stop=call.stop, seed=call.seed)
     if call.messages:
         return await episode.complete(
@@ -227,11 +220,7 @@ async def _sample(episode: AgentEpisode, call: Call, names: Sequence[str]) -> li
 
 
 def _check_path(request: ApiRequest) -> None:
-    """Refuses a path that is none of the API, or has another method.
-
-    Raises:
-        AgentCallError: it is.
-    """
+    """Refuses a path that the API does not have, or has with another method."""
     is_model = request.path == MODELS or request.path.startswith(f"{MODELS}/")
     method = "POST" if request.path in READERS else "GET" if is_model else None
     if request.method != method:

@@ -48,11 +48,7 @@ def make_app(service: CallService) -> ASGIApp:
 
 
 async def _answer(request: Request, service: CallService) -> ApiResponse | None:
-    """The answer to a request; None if the client has gone.
-
-    Raises:
-        AgentCallError: it is refused.
-    """
+    """The answer to a request; None if the client has gone."""
     call = ApiRequest(method=request.method, path=request.scope["path"], body=b"", headers=request.headers)
     service.session(call)  # before its body is read
     try:
@@ -74,12 +70,7 @@ def _sent(answer: ApiResponse | None) -> Response:
 
 
 async def _read_body(request: Request, service: CallService) -> bytes:
-    """The body.
-
-    Raises:
-        AgentCallError: it is too long.
-        ClientDisconnect: the client has gone.
-    """
+    """The body."""
     parts: list[bytes] = []
     length = 0
     async for part in request.stream():

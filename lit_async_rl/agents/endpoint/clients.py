@@ -78,7 +78,7 @@ class EndpointClients(InProcessClients):
             ImportError: Starlette or uvicorn is not installed.
             OSError: the server cannot listen.
             StalledError: the server does not start.
-            EngineError: it has ended at once.
+            EngineError: it ended at once.
         """
         client = await super().open(episode)
         if self._endpoint is not None and self._endpoint.failure is not None:  # before it knew of this episode

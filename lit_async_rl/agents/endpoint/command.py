@@ -25,7 +25,7 @@ RewardFrom = Literal["stdout", "exit_status"]
 
 
 class CommandAgentError(RuntimeError):
-    """An agent's process failed; the message has its exit status and the end of what it wrote to stderr."""
+    """An agent's process failed; the message has its exit status and the end of its stderr."""
 
 
 class CommandAgent:
@@ -43,8 +43,8 @@ class CommandAgent:
     What it writes to stderr is not shown, unless it fails.
 
     A process that ends with an exit status other than 0, by a signal, or without a reward has failed, like an agent in
-    Python that raises. When its episode is over its process group is killed, and on Linux every process that it has
-    started, also when the trainer is killed.
+    Python that raises. After its episode its process group is killed, and on Linux every process that it has started,
+    even if the trainer is killed.
 
     Example:
         ```yaml
@@ -101,11 +101,8 @@ class CommandAgent:
         """Runs the command for one episode.
 
         Args:
-            prompt: prompt of the episode.
-            client: client of the episode, which has its address and key.
-
-        Returns:
-            The reward, and its parts if it has any.
+            prompt: of the episode.
+            client: of the episode, with its address and key.
 
         Raises:
             CommandAgentError: it failed, or wrote no reward.

@@ -26,7 +26,7 @@ MAX_ERROR_CHARS = 2000
 
 @dataclass(eq=False)
 class _Player:
-    """Plays episodes, and says what they return."""
+    """Plays episodes, and reports their results."""
 
     agent: Callable[[Any, Any], Any]
     trainer: Channel

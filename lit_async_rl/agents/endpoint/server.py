@@ -42,12 +42,12 @@ class Endpoint:
         host: address to listen on.
         port: port; 0 chooses a free one.
         limits: limits of calls.
-        codec: codec of the model.
+        codec: of the model.
 
     Attributes:
         service: answers the calls.
         base_url: address for clients, as `OPENAI_BASE_URL` has it; empty before `start`.
-        failure: why the server has ended by itself; None while it has not.
+        failure: why the server ended by itself; None while it has not.
     """
 
     def __init__(self, host: str, port: int, limits: CallLimits, codec: TextCodec) -> None:
@@ -69,7 +69,7 @@ class Endpoint:
             ImportError: Starlette or uvicorn is not installed.
             OSError: the address cannot be used; names it.
             StalledError: the server does not start.
-            EngineError: it has ended at once.
+            EngineError: it ended at once.
         """
         make_server = import_server()
         self._socket = self._listen()
