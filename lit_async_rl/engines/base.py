@@ -26,15 +26,15 @@ WeightReport = Callable[[int, Iterable[tuple[str, Tensor]]], None]  # called wit
 
 
 class RolloutEngine(ABC):
-    """Samples completions from the newest weights that were loaded.
+    """Samples completions from the newest loaded weights.
 
-    Guarantee: a token of a request that was submitted after `load_weights(v, ...)` returned has a version >= v.
+    Guarantee: a token of a request submitted after `load_weights(v, ...)` returned has a version >= v.
 
     Attributes:
         in_flight_weight_updates: True if running requests continue with new weights; False if they finish first.
         scores: whether completions have rewards.
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
-        takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights that were loaded before.
+        takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights loaded before.
         records_heads: whether completions have the distributions they were sampled from (`sampling.head`).
         records_entropy: whether these distributions have their entropy.
         records_experts: whether completions have the experts of each token (`sampling.experts`).
@@ -43,7 +43,7 @@ class RolloutEngine(ABC):
         startup_timeout_s: timeout of `setup` in seconds, downloads included, after which the engine counts as hanging.
         num_slots: samples decoded together, also by validation.
         num_replicas: engines behind this one, if a setting `replicas` says how many; None otherwise.
-        update_timeout_s: timeout of any other call in seconds, if longer than `data.limits.rollout_timeout_s`.
+        update_timeout_s: timeout of other calls in seconds, if longer than `data.limits.rollout_timeout_s`.
         has_model: False for engines without a model; their log-probabilities are meaningless.
         dtype: precision of weights and computation; determines the expected error of log-probabilities.
         uses_probe: whether the trainer must set `probe` before the first `load_weights`, and when `needs_probe`.
@@ -85,7 +85,7 @@ class RolloutEngine(ABC):
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Stores the constructor arguments, from which `fresh` makes the same engine again."""
+        """Stores the constructor arguments for `fresh`."""
         engine = super().__new__(cls)
         engine._made_with = (args, kwargs)
         return engine
@@ -116,7 +116,7 @@ class RolloutEngine(ABC):
         Args:
             setting: path of the parameters in messages, such as `data.sampling`.
             sampling: sampling parameters.
-            num_samples: samples of one request.
+            num_samples: of one request.
 
         Raises:
             ValueError: names the setting and its value.
@@ -167,7 +167,7 @@ class RolloutEngine(ABC):
         return []
 
     def take_given_up(self) -> list[int]:
-        """Requests given up since the last call: they have no further completions, and their prompts are left out.
+        """Requests given up since the last call, without further completions; their prompts are left out.
 
         A request is given up if its environment failed in all tries. The producer's thread calls this after each
         `poll`.
@@ -400,7 +400,7 @@ class Probe:
     """Log-probabilities of a fixed token sequence under the trainer's weights of one version.
 
     Attributes:
-        version: version of the weights.
+        version: of the weights.
         token_ids: T tokens.
         logprobs: T - 1 log-probabilities, of all tokens but the first, at temperature 1.
         dtype: precision in which the trainer computed them.

@@ -34,7 +34,7 @@ def find_fault(
     """Describes the first fault of a completion; empty if it is valid.
 
     Args:
-        completion: completion with valid `request_id` and `sample_index`.
+        completion: with valid `request_id` and `sample_index`.
         request: its request.
         versions: oldest and newest valid version of a token; None is not checked.
         vocab_size: number of valid token ids; None checks only that they are not negative.
@@ -281,11 +281,11 @@ class _Asked:
 
 
 class RequestLedger:
-    """Requests submitted to an engine and the samples received for them. Not thread-safe.
+    """Requests to an engine and the samples received for them. Not thread-safe.
 
     Args:
         engine: gives the name in errors, `scores` and `max_model_len`.
-        vocab_size: number of valid token ids; None checks only that they are not negative.
+        vocab_size: see `find_fault`.
         version: that of the engine's weights; None checks no versions.
 
     Attributes:
@@ -435,8 +435,8 @@ def run_requests(
     A request that the engine gave up has none, and one with samples given up has fewer.
 
     Args:
-        engine: engine with weights that no other thread polls.
-        requests: requests with different ids.
+        engine: with weights; no other thread polls it.
+        requests: with different ids.
         vocab_size: vocabulary size of the model, to validate completions.
         timeout_s: longest time in seconds without a token or completion, except during an environment's calls within
             their limits.

@@ -76,18 +76,17 @@ class EmbeddedEngine(EngineWrapper):
 
     Args:
         num_slots: rows decoded together.
-        seed: seed of the random number generator.
+        seed: of the random number generator.
         in_flight_weight_updates: True: new weights are used from the next token on; running completions keep their KV
             cache. False: the requests of one `submit` are a batch that starts when all earlier ones are finished, and
-            updates are applied between batches. Samples then depend only on the seed, the id of the first request of
-            each batch and the order of calls, not on timing, also after a resume.
+            updates are applied between batches. Samples then depend only on the seed, the id of each batch's first
+            request and the order of calls, not on timing, even after a resume.
         device: `auto` is the first accelerator, or the CPU.
         dtype: precision of the weights; log-probabilities are always float32.
         num_threads: torch threads of the polling thread and of threads started later; None keeps torch's number.
         max_model_len: maximum number of tokens of prompt and completion together; None is the model's limit.
         update_timeout_s: timeout of `load_weights`, and of any wait for the current decode step, in seconds.
-        self_check: compare a few tokens with full forward passes when the first weights are loaded; raise if they
-            differ.
+        self_check: compare a few tokens of the first weights with full forward passes; raise if they differ.
         own_process: generate in a child process, which does not share the trainer's GIL; matters most for small models.
         cuda_graphs: record each decode step once as a CUDA graph and replay it, four tokens at a time, which saves
             Python's launches of kernels. For Llama, Mistral, Qwen2 and Qwen3 on a GPU, with `own_process`. With
@@ -95,7 +94,7 @@ class EmbeddedEngine(EngineWrapper):
 
     Attributes:
         engine: the decode loop, or the process that runs it.
-        cache_class: class of the KV cache.
+        cache_class: of the KV cache.
 
     Raises:
         ValueError: a setting is out of range.
@@ -152,12 +151,12 @@ class EmbeddedEngine(EngineWrapper):
     def from_module(
         cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0, self_check: bool = True, side: str = "engine"
     ) -> EmbeddedEngine:
-        """An engine that samples from the live weights of `lm`, without a copy; only for `run`, in the thread of `lm`.
+        """An engine that samples from the live weights of `lm`; only for `run`, in the thread of `lm`.
 
         Args:
             lm: model to sample from.
             num_slots: rows decoded together.
-            seed: seed of the random number generator.
+            seed: of the random number generator.
             self_check: compare a few tokens with full forward passes.
             side: name of the model in errors of the check, see `check_decoding`.
         """
@@ -209,12 +208,7 @@ class EmbeddedEngine(EngineWrapper):
 
 
 class DecodeLoop(Decoder):
-    """Decodes inside `poll`, in the thread that calls it.
-
-    Args:
-        settings: settings of `EmbeddedEngine`.
-        cache_class: class of the KV cache.
-    """
+    """Decodes inside `poll`, in the thread that calls it."""
 
     takes_adapters = True
 
@@ -259,7 +253,7 @@ class DecodeLoop(Decoder):
 
         Args:
             lm: model.
-            owns_weights: whether its parameters may be moved in memory, because no other object refers to them.
+            owns_weights: see `LlamaForward`.
 
         Raises:
             ValueError: its context is shorter than `max_model_len`, or its decode steps cannot be recorded.
@@ -477,7 +471,7 @@ class DecodeLoop(Decoder):
 
 
 def recommend_vllm(lm: PreTrainedModel) -> None:
-    """Says that vLLM is faster for a model of this size on a GPU; docs/hardware.md says why it is not the default."""
+    """Says that vLLM is faster for so large a model on a GPU; docs/hardware.md says why it is not the default."""
     num_parameters = sum(parameter.numel() for parameter in lm.parameters())
     if num_parameters < VLLM_PARAMETERS:
         return
@@ -501,7 +495,7 @@ class NewestUpdate:
         self._update: Update | None = None
 
     def put(self, update: Update) -> None:
-        """Adds an update, merged with an earlier one that was not taken."""
+        """Adds an update."""
         with self._lock:
             earlier = {} if self._update is None else self._update.weights
             # the later event is enough: both were recorded by the trainer's thread

@@ -402,7 +402,7 @@ class RowwiseForward(_Forward):
     Args:
         lm: the model.
         caches: caches of the rows; updated by the forward passes.
-        argument: name of the cache argument of the model's forward pass.
+        argument: cache argument of the model's forward pass.
     """
 
     def __init__(self, lm: PreTrainedModel, caches: RowCaches, argument: str) -> None:
@@ -438,7 +438,7 @@ class RowwiseForward(_Forward):
 def cache_and_forward(
     lm: PreTrainedModel, num_slots: int, owns_weights: bool, cache_class: type[SlotCache]
 ) -> tuple[SlotCache | RowCaches, CachedForward | RowwiseForward]:
-    """KV cache and forward pass; one cache and pass per row for models with layers other than attention."""
+    """KV cache and forward pass; one of each per row for models with layers other than attention."""
     device = next(lm.parameters()).device
     if other_layers(lm) and (argument := cache_argument(lm)) is not None:
         rows = RowCaches(num_slots)

@@ -34,7 +34,7 @@ class SlotCache:
 
     Args:
         num_slots: S.
-        device: device of the keys and values.
+        device: of keys and values.
         max_positions: upper limit of the rounding of M; GPT-Neo's local layers count positions from M.
 
     Attributes:
@@ -180,7 +180,7 @@ INEXACT_MODEL_TYPES = frozenset({"nemotron_h", "zamba2"})
 
 
 def cache_argument(lm: PreTrainedModel) -> str | None:
-    """Name of the cache argument of the model's forward pass; None if there is none, or decoding with it is inexact."""
+    """Cache argument of the model's forward pass; None if there is none, or decoding with it is inexact."""
     if lm.config.get_text_config().model_type in INEXACT_MODEL_TYPES:
         return None
     known = inspect.signature(body(lm).forward).parameters
@@ -212,7 +212,7 @@ class RowCaches:
         self.prompts = []
 
     def end_prefill(self, source: Tensor, slots: Tensor) -> None:
-        """Gives slot `slots[j]` the cache of prompt `source[j]`, or a copy if other slots need it, too."""
+        """Gives slot `slots[j]` the cache of prompt `source[j]`, or a copy if other slots need it."""
         num_remaining = Counter(source.tolist())
         for number, slot in zip(source.tolist(), slots.tolist(), strict=True):
             num_remaining[number] -= 1

@@ -45,9 +45,6 @@ class DecodeProcess(Decoder):
 
     Weights go through files in memory; with in-flight updates, the trainer does not wait until the process has read
     them. With LoRA, merged layers are sent: the process has no frozen weights to add adapters to.
-
-    Args:
-        settings: settings of the decode loop.
     """
 
     num_running = 0
@@ -226,7 +223,7 @@ def _with_number(device: str) -> str:
 
 
 class Connection:
-    """Starts the child process, and exchanges messages with it. The child ends with this process or `close`.
+    """Starts the child process, and exchanges messages with it. It ends with this process or `close`.
 
     Args:
         on_report: called by the reader's thread with each report, before waiting threads are woken.

@@ -33,7 +33,7 @@ class Update:
     """Barrier: new weights, applied when all earlier requests are finished.
 
     Attributes:
-        version: version of the weights.
+        version: of the weights.
         weights: result of `receive_weights`.
         ready: CUDA event behind the copies; None without streams.
     """
@@ -106,8 +106,8 @@ class RequestQueue:
     def take_requests(self, num_active: int, num_slots: int) -> list[Pending]:
         """Pops the requests to prefill now, with `num_active` of `num_slots` slots in use.
 
-        A request that does not fit waits for more free slots, so that its prompt is prefilled only once. It is split if
-        waiting would leave a quarter of the slots idle.
+        A request that does not fit waits for more slots, so that its prompt is prefilled once. It is split if waiting
+        would idle a quarter of the slots.
         """
         free = num_slots - num_active
         if num_active and free < num_slots / 8 and not self._all_fit(free):

@@ -310,12 +310,7 @@ class RowState:
         return outcomes
 
     def completions(self, rows: Sequence[int], lengths: Sequence[int]) -> list[Tokens]:
-        """Tokens, log-probabilities and versions of `rows`, in one transfer from the device.
-
-        Args:
-            rows: slots.
-            lengths: number of tokens of each.
-        """
+        """The first `lengths` tokens, log-probabilities and versions of `rows`, in one transfer from the device."""
         width = max(lengths, default=0)
         if not width:
             return [((), (), ()) for _ in rows]

@@ -41,11 +41,7 @@ class DecodeSettings:
 
 
 class Decoder(RolloutEngine):
-    """Base class of the engines behind `EmbeddedEngine`: the decode loop, and that in a child process.
-
-    Args:
-        settings: settings of `EmbeddedEngine`.
-    """
+    """Base class of the engines behind `EmbeddedEngine`: the decode loop, and that in a child process."""
 
     records_heads = True
     records_entropy = True

@@ -119,7 +119,7 @@ _MAX_READ_SHARE = 0.6  # two products must read at most this share of the positi
 
 
 def split(lengths: Sequence[int], max_len: int) -> tuple[int, int]:
-    """Number of long rows in front, and most positions of the rows behind them.
+    """Number of long rows in front, and largest number of positions of those behind them.
 
     Args:
         lengths: positions of each row in the next `STEPS_BETWEEN_SORTS` steps.
@@ -147,7 +147,7 @@ class RowOrder:
     Rows may finish, and rows from the end take their slots, without another sort.
 
     Args:
-        is_enabled: whether attention can read fewer positions of some rows; otherwise nothing is moved.
+        is_enabled: whether attention can read fewer positions of some rows; else nothing moves.
     """
 
     def __init__(self, is_enabled: bool = True) -> None:
@@ -164,12 +164,7 @@ class RowOrder:
         return self._is_enabled and self._steps_left == 0
 
     def sort(self, positions: Sequence[int], max_len: int) -> tuple[list[int], list[int]]:
-        """Rows to move, and their targets.
-
-        Args:
-            positions: position of each row, 0 for free ones.
-            max_len: positions that attention reads of the longest rows.
-        """
+        """Rows to move, and their targets; the position of a free row is 0."""
         self._steps_left = STEPS_BETWEEN_SORTS
         lengths = [position + STEPS_BETWEEN_SORTS for position in positions]
         self._num_long, self._short_len = split(lengths, max_len)
@@ -178,7 +173,7 @@ class RowOrder:
         return down + up, up + down
 
     def step(self, num_rows: int) -> tuple[int, int]:
-        """Begins a decode step; returns the number of long rows, and most positions of the others."""
+        """Begins a decode step; returns the number of long rows, and the largest number of positions of the others."""
         if not self._is_enabled:
             return num_rows, 0
         self._steps_left -= 1
@@ -227,12 +222,7 @@ class StopCheck:
         return [] if self._candidates is None else [self._candidates]
 
     def candidates(self, rows: slice | Tensor, tokens: Int[Tensor, " n"]) -> Bool[Tensor, " n"] | None:
-        """Mask of rows with a newest token that can end a stop string; None without stop strings.
-
-        Args:
-            rows: slots.
-            tokens: newest token of each row.
-        """
+        """Mask of rows with a newest token that can end a stop string; None without stop strings."""
         if self._candidates is None or not self.is_active:
             return None
         return self._candidates[tokens] & (self._rows.alive[rows] > 0)
@@ -274,9 +264,9 @@ class Slots:
         lm: the model; used in evaluation mode, without gradients.
         num_slots: S.
         eos_token_ids: tokens that end every completion.
-        seed: seed of the random numbers.
-        owns_weights: whether the model's parameters may be moved in memory, because no other object refers to them.
-        cache_class: class of the KV cache.
+        seed: of the random numbers.
+        owns_weights: see `LlamaForward`.
+        cache_class: of the KV cache.
         recorder: makes recorders of decode steps, as `cuda_graphs` does; None records none.
 
     Raises:
@@ -343,7 +333,7 @@ class Slots:
         self._prompts = [p if p is not None and len(p) <= longer_than else None for p in self._prompts]
 
     def begin_batch(self, seed: int) -> None:
-        """Re-seeds and clears all state, so that later results are independent of earlier requests."""
+        """Re-seeds and clears all state: later results are independent of earlier requests."""
         if self.num_active:
             raise InvariantError(f"{self.num_active} slots are in use")
         self.generator.manual_seed(seed)
@@ -381,7 +371,7 @@ class Slots:
         return finished + self.decode(version) if known else finished
 
     def _read(self, pending: Sequence[Pending], slots: Sequence[int], version: int) -> list[Completion]:
-        """Prefills each distinct prompt once, copies its cache to all its samples, and samples their first tokens."""
+        """Prefills each distinct prompt once, copies its cache to its samples, and samples first tokens."""
         slots_of: dict[tuple[int, ...], list[int]] = {}
         prompts = [item.request.prompt_ids for item in pending for _ in range(item.num_samples)]
         for prompt, slot in zip(prompts, slots, strict=True):
