@@ -1,4 +1,4 @@
-"""The task of the calculator as an agent: a program that calls the policy through a client, with a tool."""
+"""The calculator task as an agent that calls the policy through a client, with a tool."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Requests to the rollout engine for the calls of an agent: ids so far in, sampled tokens out.
 
-Each call is of one sample of a request that the producer has admitted, so its slot is held from before its first call
-until its group was trained on: the staleness bound holds for every token of every call, however late.
+A call belongs to a sample of an admitted request, whose slot is held until the group was trained on: the staleness
+bound holds for every token of every call, however late.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def call_request(
         max_model_len: largest number of tokens of a prompt and its completion.
         num_samples: number of completions.
         num_calls: earlier calls of the sample.
-        num_tries: samples of the same call that were discarded: with a seed of its own, each try has another one.
+        num_tries: discarded samples of the same call; each try of a call with a seed derives another seed.
 
     Raises:
         AgentCallError: the ids leave no room in the context.

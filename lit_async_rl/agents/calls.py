@@ -18,9 +18,9 @@ class AgentCallError(RuntimeError):
     """A call that cannot be answered; an agent may catch it and go on.
 
     Attributes:
-        code: short name of the reason, as OpenAI's API has them, such as `context_length_exceeded`.
+        code: reason, as OpenAI's API names it, such as `context_length_exceeded`.
         status: HTTP status that belongs to it.
-        param: argument of the call that is at fault; None if no single one is.
+        param: argument at fault; None if no single one is.
     """
 
     def __init__(self, message: str, code: str, status: int = 400, param: str | None = None) -> None:
@@ -34,8 +34,7 @@ class AgentCallError(RuntimeError):
 class CallSampling:
     """Sampling parameters of a call; None leaves the run's own setting.
 
-    Only what leaves the distribution of the tokens alone is here: tokens that train must be sampled as `data.sampling`
-    says, so temperature and truncation are those of the run.
+    Temperature and truncation are those of the run: tokens that train must be sampled as `data.sampling` says.
 
     Args:
         max_tokens: at most this many tokens; never more than `data.sampling.max_tokens`.
@@ -69,7 +68,7 @@ class ToolCall:
 
     Attributes:
         id: unique within its episode.
-        name: name of the tool.
+        name: of the tool.
         arguments: JSON text, as the policy wrote it.
     """
 
@@ -97,7 +96,7 @@ class ReplyMessage:
     reasoning: str | None = None
 
     def as_message(self) -> dict[str, Any]:
-        """The assistant's message in the form of OpenAI's chat messages."""
+        """The assistant's message, as in OpenAI's chat API."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning

@@ -1,7 +1,7 @@
 """Clients that agents get: objects to call the policy with.
 
-`InProcessClients` gives an `openai.AsyncOpenAI` that needs no server. Subclasses of `ClientFactory` may give anything
-else, such as a client of an endpoint.
+`InProcessClients` gives an `openai.AsyncOpenAI` that needs no server; other subclasses of `ClientFactory` may give
+anything else.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class ClientFactory(ABC):
     """Makes the client of each episode. Coroutines run in the event loop of the episodes.
 
     Attributes:
-        has_address: whether its clients have `base_url` and `api_key` as those of the `openai` package, for agents that
-            run in another process.
+        has_address: whether its clients have `base_url` and `api_key`, like those of the `openai` package, for agents
+            in another process.
     """
 
     has_address: ClassVar[bool] = False
 
     def prepare(self) -> None:  # noqa: B027  (most need nothing)
-        """Imports what the clients need, as their engine is set up: that takes a second, in which no episode runs.
+        """Imports what the clients need, which takes a second, while the engine is set up.
 
         Raises:
             ImportError: a package is not installed; names the extra that has it.
@@ -43,7 +43,7 @@ class ClientFactory(ABC):
         """A client whose calls are those of the episode."""
 
     async def close(self, client: Any, episode: AgentEpisode) -> None:  # noqa: B027
-        """Frees a client, when its agent has ended."""
+        """Frees a client whose agent has ended."""
 
     async def end(self) -> None:  # noqa: B027
         """Frees what clients share, at the end of a run; another run may open clients again."""
@@ -52,9 +52,9 @@ class ClientFactory(ABC):
 class InProcessClients(ClientFactory):
     """Gives each agent an `openai.AsyncOpenAI` whose calls are answered in this process, without a connection.
 
-    It serves, and refuses, what the endpoint does; `model` may be left out of a call. Its attribute `episode` is for
-    calls with all that the library knows of a reply: `client.episode.complete(messages)`. It has no address that other
-    clients could use, and its calls have no time-out but the episode's.
+    It serves and refuses what the endpoint does; `model` may be left out of a call. `client.episode.complete(messages)`
+    returns all that the library knows of a reply. Other clients cannot reach it, and its calls have no time-out but the
+    episode's.
 
     Args:
         ignored_options: see `EndpointClients`.
@@ -87,7 +87,7 @@ class InProcessClients(ClientFactory):
         return self._openai.make(EndpointAddress(self._base_url, api_key=episode.key, timeout=self.timeout_s), episode)
 
     def _serve(self, codec: TextCodec) -> CallService:
-        """The service of the calls, made before the first episode."""
+        """The service, made before the first episode."""
         if self._service is None:
             self._service = CallService(self.limits, codec)
         return self._service

@@ -1,7 +1,7 @@
 """Credit of branches: which part of an episode's advantage each of its rows gets.
 
-An episode has one reward, and the advantage of its sample is computed from that. The rows of the episode (its main
-conversation, branches, summaries, sub-agents) train with that advantage times their credit.
+The advantage of a sample comes from the one reward of its episode. The rows of the episode (its main conversation,
+branches, summaries, sub-agents) train with that advantage times their credit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Share(BranchCredit):
 class Discount(BranchCredit):
     """gamma^k, where k rows have ended later: what was done last gets the whole advantage.
 
-    AReaL discounts the reward along an agent's calls in the same way, by calls instead of rows.
+    AReaL discounts the reward in the same way, by calls instead of rows.
 
     Args:
         gamma: discount factor.

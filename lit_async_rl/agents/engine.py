@@ -1,8 +1,8 @@
-"""Wraps an engine and runs an agent program for each sample; its calls to the policy are what trains.
+"""Wraps an engine and runs an agent program for each sample; the policy trains on its calls.
 
 `multi_request` has the life of an episode. A sample holds the slot of its group from before its first call until the
 group was trained on, and every token has the version that sampled it: the staleness bound holds for each of them,
-however long an agent takes. What waits then is the trainer, at most `timeout_s`.
+however long an agent takes. The trainer waits for it, at most `timeout_s`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HoldingAgent(Protocol):
     """An agent that holds something for all of its episodes."""
 
     async def astart(self) -> None:
-        """Makes it, if it is not there; called before the time of each episode begins. An error ends the run."""
+        """Makes it, if it is not there, before the time of each episode begins. An error ends the run."""
 
     async def aclose(self) -> None:
         """Frees it at the end of a run; a later one may need it again."""
@@ -58,9 +58,9 @@ class AgentStats:
     """Totals of an engine's episodes.
 
     Attributes:
-        num_episodes: episodes that have finished.
-        num_calls: calls of them to the policy.
-        num_rows: rows of them that train.
+        num_episodes: finished episodes.
+        num_calls: their calls to the policy.
+        num_rows: their rows that train.
         num_orphans: replies that reached no agent, which never train; likewise `num_side_turns`, of side calls.
         num_lost: samples whose agent failed in all tries.
         drift: see `lit_async_rl.agents.graph`.
@@ -87,7 +87,7 @@ class AgentStats:
 
 
 class AgentEngine(MultiRequestEngine[AgentEpisode]):
-    """Runs `agent(prompt, client)` for each sample; what it returns is the reward, in place of `data.reward`.
+    """Runs `agent(prompt, client)` for each sample; it returns the reward, in place of `data.reward`.
 
     Example:
         ```python
@@ -100,28 +100,28 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         engine = rl.AgentEngine(rl.EmbeddedEngine(), agent=agent)
         ```
 
-    An agent calls the policy as often as it likes, also concurrently. `sampling.max_tokens` bounds one reply. Calls
-    that continue a conversation extend the recorded tokens, see `lit_async_rl.agents.graph`. Each conversation that
-    ends somewhere trains as a row of its own; replies that the agent has never read, and side calls, do not train.
+    An agent may call the policy concurrently. `sampling.max_tokens` bounds one reply. Calls that continue a
+    conversation extend the recorded tokens, see `lit_async_rl.agents.graph`. Each conversation, and each branch of one,
+    trains as its own row; replies that the agent has never read, and side calls, do not train.
 
     Args:
-        engine: engine that samples the replies.
+        engine: samples the replies.
         agent: coroutine function of a prompt and a client, or its name, `module.function`. Returns the reward, or an
             `AgentResult`. See also `HoldingAgent`.
         clients: makes the clients; None is `InProcessClients`, unless the agent has `clients`.
-        timeout_s: limit of an episode. Its agent is cancelled then, and counts as failed.
+        timeout_s: limit of an episode; its agent is then cancelled, and counts as failed.
         max_calls: calls to the policy in one episode.
-        tries: number of failures (errors or timeouts) of an agent after which its sample is given up with a warning;
-            its group then trains with the others. Ten prompts in a row that lost all of their samples, without a
-            finished episode in between, end the run. None ends it at the first failure.
+        tries: failures (errors or timeouts) of an agent after which its sample is given up with a warning; its group
+            trains with the others. Ten prompts that lost all samples, without a finished episode in between, end the
+            run. None ends it at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
-        side_calls: tells of a side call, which shares neither the system prompt nor the tools of the first call,
-            whether it trains nevertheless; None trains none.
+        side_calls: decides whether a side call, which shares neither system prompt nor tools with the first call,
+            trains nevertheless; None trains none.
         credit: part of the advantage that each row gets.
         parser: finds tool calls and reasoning in replies; None is the one that fits the model.
-        chat_template: file with a chat template to use in place of the tokenizer's, or name of a shipped one.
-        forks: train with a template that writes earlier messages differently when a conversation goes on, each call as
-            a row of its own; without it such a template is refused.
+        chat_template: file with a chat template in place of the tokenizer's, or name of a shipped one.
+        forks: train with a template that writes earlier messages differently as a conversation goes on, each call as
+            its own row; otherwise such a template is refused.
 
     Raises:
         ValueError: a setting is out of range, the engine does not update weights in flight, or the agent runs in
@@ -165,12 +165,12 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         self._rules: EpisodeRules | None = None
 
     def with_engine(self, engine: RolloutEngine, **changes: Any) -> AgentEngine:
-        """See `EngineWrapper`; agent and clients are the same objects, also where the agent was given by its name."""
+        """See `EngineWrapper`; agent and clients are the same objects, also for an agent given by name."""
         return super().with_engine(engine, **({"agent": self.agent, "clients": self.clients} | changes))
 
     @property
     def scoring_identity(self) -> str:
-        """See `RolloutEngine`: the agent's identity, the calls that it may make, and which of them train, how much."""
+        """See `RolloutEngine`: the agent's identity, the calls that it may make, and which train, how much."""
         rows = ", ".join(map(reward_identity, (self.credit, self.side_calls)))
         return f"max_calls={self.max_calls}, {rows}, {reward_identity(self.agent)}"
 
@@ -233,7 +233,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
     # -- life of an episode -------------------------------------------------------------------------------------------
 
     def _begin(self, opened: OpenRequest[AgentEpisode]) -> list[GenerationRequest]:
-        """Starts an agent for each sample, which makes all requests itself."""
+        """Starts an agent for each sample; it makes all requests."""
         for sample in range(opened.request.num_samples):
             self._start(opened, sample)
         return []
@@ -260,7 +260,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         self._play(episode, lambda: self._run(episode), pause_s)
 
     def _submit_call(self, request: GenerationRequest, episode: AgentEpisode) -> int:
-        """Gives a call to the inner engine, and returns its id there; called with the lock held."""
+        """Gives a call to the inner engine with the lock held; returns its id there."""
         inner = self._register(request, dict.fromkeys(range(request.num_samples), episode))
         try:
             self.engine.submit([inner])
@@ -282,14 +282,14 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         return opened.num_lost + 1 < opened.request.num_samples
 
     def _give_up(self, episode: AgentEpisode) -> list[int]:
-        """Leaves out one sample; its group goes on with the others."""
+        """Leaves one sample out of its group."""
         self.stats.num_lost += 1
         self._open[episode.request.id].num_lost += 1
         self._lost.append((episode.request.id, episode.sample_index))
         return self._leave(episode)
 
     def end(self) -> None:
-        """Closes what clients share in the event loop of the episodes, once after each use."""
+        """Closes what clients share, in the episodes' event loop, once after each use."""
         super().end()
         self._tasks.shared.end(self._end_clients)
 
@@ -307,7 +307,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
     # -- event loop's thread ------------------------------------------------------------------------------------------
 
     async def _run(self, episode: AgentEpisode) -> None:
-        """Runs an agent to its end, and returns its sample; calls that it has left under way are aborted."""
+        """Runs an agent to its end, finishes its sample, and aborts calls that it has left under way."""
         if isinstance(self.agent, HoldingAgent):
             await self.agent.astart()
         result = await self._result(episode)
@@ -368,7 +368,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
 
 
 def _note_error(task: asyncio.Task[AgentResult]) -> None:
-    """Marks the error of an agent as seen: nobody waits for one that has exceeded its limit."""
+    """Marks an agent's error as seen: nobody waits for an agent past its limit."""
     if not task.cancelled():
         task.exception()
 
@@ -389,11 +389,7 @@ def _check_address(agent: Agent, clients: ClientFactory) -> None:
 
 
 def _template(name: str | None) -> str | None:
-    """The chat template of a file, or of a shipped one.
-
-    Raises:
-        ValueError: there is no such file.
-    """
+    """The chat template of a file, or a shipped one."""
     if name is None:
         return None
     path = Path(name).expanduser()
@@ -404,7 +400,7 @@ def _template(name: str | None) -> str | None:
 
 
 def _with_reward(completion: Completion, result: AgentResult) -> Completion:
-    """The sample with its reward, which is that of the turn that was sampled last."""
+    """The sample with its reward, which goes to the turn sampled last."""
     reward = float(result.reward)
     return replace(completion.rewarded(reward), reward=reward, reward_parts=dict(result.parts) or None)
 

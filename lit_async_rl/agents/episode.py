@@ -1,9 +1,9 @@
 """One running agent: its calls to the policy, and the graph of what was said.
 
 Calls may come from any event loop and thread: from the agent itself, or from a server that agents in other processes
-call. The state is guarded by the lock of the engine, and replies come through futures. What a call costs (its template,
-its tokens, a rule of the user) is done without that lock, for which the engine would wait: the calls of one episode
-begin one after the other under a lock of their own.
+call. The lock of the engine guards the state, and replies come through futures. The costly part of a call (its
+template, its tokens, a rule of the user) runs without that lock, for which the engine would wait: the calls of one
+episode begin one after the other under their own lock.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ ReplyCheck = Callable[[Reply], str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class AgentCallInfo:
-    """Description of a call for a rule, see `AgentEngine.side_calls`.
+    """A call as `AgentEngine.side_calls` sees it.
 
     Attributes:
-        messages: messages of the call; empty for a text.
+        messages: of the call; empty for a text.
         tools: its tools.
-        first_messages: messages of the episode's first call; likewise `first_tools`.
+        first_messages: those of the episode's first call; likewise `first_tools`.
     """
 
     messages: Messages
@@ -130,22 +130,19 @@ class AgentEpisode(PlayedSample):
     """One running agent: one sample of a group; calls are refused when it is over.
 
     Args:
-        request: request of the outer engine.
+        request: of the outer engine.
         sample_index: which of its samples.
         rules: settings.
         lock: guards the state; the `threading.RLock` of the engine.
-        max_model_len: see the attribute of this name.
-        submit: gives a request to the inner engine, and returns its id there; called with the lock held.
+        max_model_len: largest number of tokens of a call and its reply.
+        submit: gives a request to the inner engine with the lock held; returns its id there.
         abort: aborts requests of the inner engine, called without the lock.
-        fail: see the attribute of this name.
+        fail: tells the engine that what serves its episodes has failed, by this error.
         num_failed: failed tries before this one.
 
     Attributes:
-        key: random and unguessable; an endpoint takes it as the API key of the agent.
-        prompt: the problem.
+        key: unguessable; an endpoint takes it as the API key of the agent.
         graph: what was said.
-        max_model_len: largest number of tokens of a call and its reply.
-        fail: tells the engine that it has failed, by an error of what serves its episodes.
     """
 
     def __init__(
@@ -198,12 +195,12 @@ class AgentEpisode(PlayedSample):
 
     @property
     def trains(self) -> bool:
-        """Whether its tokens are trained on, and not only validated."""
+        """Whether its tokens train, and are not only validated."""
         return self._rules.trains
 
     @property
     def num_calls(self) -> int:
-        """Calls so far: repeated ones once, those that were sampled again with each try."""
+        """Calls so far; a repeated call counts once, a call that was sampled again with each try."""
         return len(self._calls)
 
     # -- calls, from any event loop -----------------------------------------------------------------------------------
@@ -227,15 +224,15 @@ class AgentEpisode(PlayedSample):
             tools: JSON schemas of the tools.
             sampling: what the call asks of the sampler.
             n: number of replies.
-            call_id: name of the call, under which a retry gets the same replies and never a second sample. Without one
-                each call is a sample of its own.
+            call_id: name of the call, under which a retry gets the same replies; without one each call is another
+                sample.
             chat_template_kwargs: further arguments of the chat template.
             parses_tools: whether tool calls are found in the replies; otherwise they stay text.
-            check: returns the fault of a reply, None if it has none. A reply with a fault does not train, and another
-                is sampled in its place, at most `MAX_TRIES` in all; each try counts as a call. See `reply_rules`.
+            check: returns the fault of a reply, None if it has none. A reply with a fault does not train and is sampled
+                again, with at most `MAX_TRIES` tries in all; each counts as a call. See `reply_rules`.
 
         Raises:
-            AgentCallError: the call cannot be answered, or no try of it has passed the check.
+            AgentCallError: the call cannot be answered, or no try passed the check.
         """
 
         def begin() -> _Call:
@@ -262,9 +259,9 @@ class AgentEpisode(PlayedSample):
     ) -> list[Reply]:
         """Completions of a text, or of token ids.
 
-        A text that begins with an earlier prompt and its completion continues that: what the policy wrote is not
-        tokenised again, and keeps the token that ended it, which texts do not show. The same holds for a stop string
-        with which the text goes on. Arguments as in `complete`.
+        A text that begins with an earlier prompt and its completion continues them: what the policy wrote is not
+        tokenised again, and keeps the token that ended it, which texts do not show, or the stop string if the text goes
+        on with it. Arguments as in `complete`.
 
         Raises:
             AgentCallError: the call cannot be answered.
@@ -303,11 +300,7 @@ class AgentEpisode(PlayedSample):
         return [reply for reply, _ in found]
 
     async def _passing(self, call: _Call, check: ReplyCheck | None) -> list[tuple[Reply, SampledTurn]]:
-        """Replies that pass the check, with their turns, in the order of the call's samples.
-
-        Raises:
-            AgentCallError: there is none after `MAX_TRIES` for one of the samples, or the call cannot be answered.
-        """
+        """Replies that pass the check, with their turns, in the order of the samples."""
         replies = await _result(call.replies)
         found = list(zip(replies, call.turns, strict=True))
         if check is None:
@@ -332,11 +325,7 @@ class AgentEpisode(PlayedSample):
         )
 
     def _sample_again(self, call: _Call, *, num_samples: int, num_tries: int) -> _Call:
-        """The next try of a call; the same one for all that wait for the call.
-
-        Raises:
-            AgentCallError: the episode has ended, or has made all of its calls.
-        """
+        """The next try of a call; the same one for all that wait for the call."""
         with self._beginning, self._lock:
             if call.again is None:
                 self._check_open()
@@ -347,7 +336,7 @@ class AgentEpisode(PlayedSample):
             return call.again
 
     def _sample(self, call: _Call, num_tries: int) -> None:
-        """Asks the inner engine for the replies of a call, with the lock held."""
+        """Asks the inner engine for a call's replies, with the lock held."""
         request = call_request(
             self.request,
             self.sample_index,
@@ -363,7 +352,7 @@ class AgentEpisode(PlayedSample):
         self._calls.append(call)
 
     def _leave(self, call: _Call) -> None:
-        """A caller does not wait any more. A call that nobody can ask for again is aborted."""
+        """A caller waits no more. A call that nobody can ask for again is aborted."""
         with self._lock:
             call.num_waiting -= 1
             last = call.tries[-1]
@@ -374,7 +363,7 @@ class AgentEpisode(PlayedSample):
             self._abort([last.request_id])
 
     def withdraw(self, call_id: str) -> None:
-        """Its replies have not reached the agent after all: its connection broke. A retry may still get them."""
+        """Its replies did not reach the agent, whose connection broke. A retry may still get them."""
         with self._lock:
             call = self._by_id.get(call_id)
             if call is not None and not call.num_waiting:
@@ -382,7 +371,7 @@ class AgentEpisode(PlayedSample):
                     turn.is_kept = False
 
     def discard(self, call_ids: Collection[str]) -> None:
-        """The agent begins anew: these calls train nothing, and no later one continues them."""
+        """The agent begins anew: these calls train nothing, and none continues them."""
         with self._lock:
             turns = [turn for call_id in call_ids if (call := self._by_id.get(call_id)) for turn in call.all_turns]
             for turn in turns:
@@ -404,7 +393,7 @@ class AgentEpisode(PlayedSample):
     # -- beginning of a call, one after the other ---------------------------------------------------------------------
 
     def _continue_chat(self, call: _Call, options: Mapping[str, Any]) -> None:
-        """Finds the turn that the messages of a call continue, and what is new in them."""
+        """Finds the turn that a call's messages continue, and what is new in them."""
         kind = kind_of(call.tools, options)
         # also of what the template leaves out: the graph keeps it
         self._check_length(max(len(kind), sum(map(length_of, call.messages))))
@@ -430,11 +419,7 @@ class AgentEpisode(PlayedSample):
         call.given_text = text
 
     def _continuation(self, call: _Call, match: Match, options: Mapping[str, Any]) -> str | None:
-        """Text after the last turn that a call continues; None if the template renders earlier turns differently.
-
-        Raises:
-            AgentCallError: the template refuses the messages.
-        """
+        """Text after the last turn that a call continues; None if the template renders earlier turns differently."""
         renderer = self._rules.renderer
         sampled = [place for place, _ in match.turns]
         try:
@@ -464,11 +449,7 @@ class AgentEpisode(PlayedSample):
             call.parent, call.given_ids = self._continued_ids(_checked_ids(prompt, codec.vocab_size))
 
     def _check_length(self, num_chars: int) -> None:
-        """Refuses a text that cannot fit into the context, before seconds are spent on some MB of it.
-
-        Raises:
-            AgentCallError: it is longer than the context, whatever its tokens are.
-        """
+        """Refuses a text that cannot fit into the context whatever its tokens are, before seconds are spent on it."""
         self._check_num_tokens(-(-num_chars // self._rules.renderer.longest_token))
 
     def _check_num_tokens(self, least: int) -> None:
@@ -482,8 +463,8 @@ class AgentEpisode(PlayedSample):
     def _continued_text(self, prompt: str) -> tuple[SampledTurn | None, str]:
         """The turn that a text continues, and the text behind it.
 
-        The policy has written the stop string that ended a turn, and reads it: a text that goes on with it continues
-        behind it. One that does not has changed the turn, which is a drift.
+        The policy wrote the stop string that ended a turn, and reads it: a text that goes on with it continues behind
+        it; any other has changed the turn: a drift.
         """
         with self._lock:
             texts = {turn: text for turn, text in self._texts.items() if not turn.is_discarded}
@@ -499,7 +480,7 @@ class AgentEpisode(PlayedSample):
 
     @staticmethod
     def _begins(prompt: str, text: str, turn: SampledTurn) -> bool:
-        """Whether a prompt begins with a turn; what has ended is not continued by the same prompt, asked again."""
+        """Whether a prompt begins with a turn; the same prompt, asked again, does not continue one that has ended."""
         goes_on = len(prompt) > len(text) or turn.completion.finish_reason == "length"
         return bool(text) and goes_on and prompt.startswith(text)
 
@@ -528,11 +509,7 @@ class AgentEpisode(PlayedSample):
         return str(self._rules.renderer.codec.tokenizer.decode(list(ids)))
 
     def _submit(self, call: _Call) -> None:
-        """Has a call sampled after the turn that it continues.
-
-        Raises:
-            AgentCallError: it asks for too many samples, does not fit into the context, or the episode has ended.
-        """
+        """Has a call sampled after the turn that it continues."""
         n = call.num_samples
         if self._first is None:
             self._first = (call.messages, call.tools)
@@ -559,7 +536,7 @@ class AgentEpisode(PlayedSample):
     # -- end of a call and of the episode, with the lock held ---------------------------------------------------------
 
     def receive(self, completion: Completion) -> None:
-        """Files a completion of the inner engine; the last one of its call answers it."""
+        """Files a completion of the inner engine; the last one of a call answers it."""
         call = next((call for call in reversed(self._calls) if call.request_id == completion.request_id), None)
         if call is None:
             return
@@ -636,7 +613,7 @@ def _checked_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 async def _result(future: Future[list[Reply]]) -> list[Reply]:
-    """The result of a future that other callers may wait for: a cancelled wait leaves it alone."""
+    """Result of a future that others may wait for: a cancelled wait leaves it alone."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
 

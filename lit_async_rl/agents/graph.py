@@ -2,9 +2,9 @@
 
 Messages are the nodes of a tree, a conversation is a path from its root. A call continues the longest path that its
 messages share with the graph: the ids recorded there are its context, and only what is new is tokenised. Conversations
-with different tools or template arguments have trees of their own, because their first tokens differ.
+with different tools or template arguments have different trees, because their first tokens differ.
 
-A call that cannot continue a path although its messages do is a *drift*, counted by its cause:
+A call that cannot continue a path although its messages do is a *drift*, counted by cause:
 
 | counter | what has happened |
 |---|---|
@@ -12,8 +12,8 @@ A call that cannot continue a path although its messages do is a *drift*, counte
 | `tokens` | the agent sent token ids that spell what was sampled, in other tokens |
 | `other` | the agent has changed a turn of the policy, or left out the stop string that ended it |
 
-A message of the assistant that differs from the sampled turn in reasoning, whitespace or the form of its JSON alone is
-no drift: the sampled tokens are kept (`healed`).
+An assistant's message that differs from the sampled turn only in reasoning, whitespace or the form of its JSON is no
+drift: the sampled tokens are kept (`healed`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SampledTurn:
     """A turn of the policy, and the tokens given to it since the turn before.
 
     Attributes:
-        parent: the turn whose conversation it continues; None if it begins one.
+        parent: the turn that it continues; None if it begins a conversation.
         given_ids: token delta of the messages since then.
         given_text: their rendering.
         completion: tokens, log-probabilities, versions, head and experts of the turn.
@@ -75,12 +75,12 @@ class MessageNode:
     children: dict[str, list[MessageNode]] = field(default_factory=dict)
 
     def same(self, key: str, message: Message) -> list[MessageNode]:
-        """The children that say the same as a message: turns of the policy, and messages that are equal to it."""
+        """The children that say the same: turns of the policy, and messages equal to this one."""
         known = self.children.get(key, ())
         return [child for child in known if child.turn is not None or child.message == message]
 
     def child(self, key: str, message: Message, turn: SampledTurn | None = None) -> MessageNode:
-        """The child with this message; a new one if there is none yet, or if the policy sampled it."""
+        """The child with this message; a new one if there is none, or if the policy sampled it."""
         known = self.children.setdefault(key, [])
         equal = [child for child in known if child.turn is None and child.message == message]
         if turn is None and equal:
@@ -109,11 +109,11 @@ class Match:
     """How far a call's messages follow the graph.
 
     Attributes:
-        node: the last message that is in the graph already; the root if none is.
+        node: the last message in the graph already; the root if none is.
         length: number of messages up to it.
         turns: turns of the policy that the call continues, with their positions in the messages.
         num_healed: those of them that the messages write differently.
-        is_edited: whether the next message stands in the place of a turn of the policy, and is none.
+        is_edited: whether the next message replaces a turn of the policy.
     """
 
     node: MessageNode
@@ -130,7 +130,7 @@ class Match:
 
 @dataclass
 class DriftCounts:
-    """Calls whose messages continue a conversation whose ids they could not continue, by cause; see the module."""
+    """Drifts by cause, and healed turns; see the module."""
 
     template: int = 0
     tokens: int = 0
@@ -154,7 +154,7 @@ class MessageGraph:
     """Messages and turns of one episode. Not thread-safe.
 
     Attributes:
-        turns: all turns of the policy, in the order in which they came, also those that follow no messages but tokens.
+        turns: all turns of the policy in their order, also those that follow token ids instead of messages.
         drift: see the module.
     """
 
@@ -169,7 +169,7 @@ class MessageGraph:
         Args:
             kind: see `kind_of`.
             messages: of a call.
-            keys: see `message_key`; made once for a call, without a lock: a message may have megabytes.
+            keys: see `message_key`; made once a call, without a lock: a message may have megabytes.
         """
         reached = [self._roots.setdefault(kind, MessageNode())]
         is_edited = False
@@ -193,7 +193,7 @@ class MessageGraph:
     def add(
         self, match: Match, messages: Sequence[Message], keys: Sequence[str], *, reply: Message, turn: SampledTurn
     ) -> None:
-        """Adds a turn that follows these messages, of which `match` was found when they came."""
+        """Adds a turn after these messages, for which `match` was found when they came."""
         node = match.node
         for key, message in zip(keys[match.length :], messages[match.length :], strict=True):
             node = node.child(key, message)
@@ -213,7 +213,7 @@ class MessageGraph:
 
 
 def _newest(nodes: Sequence[MessageNode]) -> MessageNode:
-    """Of messages that say the same a turn that the agent has read, the latest one."""
+    """The latest of equal messages, if possible a turn that the agent has read."""
     kept = [node for node in nodes if node.turn is not None and node.turn.is_kept]
     return (kept or nodes)[-1]
 

@@ -1,7 +1,7 @@
 """An async context manager that all episodes of a run share: a tool server, or the services of a framework.
 
-Episodes are tasks that end at any time, and many context managers must be left by the task that entered them. So a
-task of its own enters and leaves it.
+Many context managers must be left by the task that entered them, and episodes are tasks that end at any time. So a
+separate task enters and leaves it.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -38,10 +38,10 @@ class _Use(Generic[T]):
 class Held(Generic[T]):
     """Enters a context manager at its first use, and leaves it at the end of a run. Used by one event loop.
 
-    What an agent holds: `start` in its `astart`, `close` in its `aclose`, and `get` in each episode.
+    An agent calls `start` in its `astart`, `close` in its `aclose`, and `get` in each episode.
 
     Args:
-        name: of what is held, for messages.
+        name: for messages.
         make: makes the context manager, for each use anew.
         start_timeout_s: seconds that it may take to be entered.
     """
@@ -54,7 +54,7 @@ class Held(Generic[T]):
         self._was_entered = False
 
     async def start(self) -> None:
-        """Enters it, unless it was entered since the last `close`: one that has ended since then is `get`'s to replace.
+        """Enters it, unless it was entered since the last `close`; `get` replaces one that has ended since then.
 
         Raises:
             StalledError: as `get`; likewise all others.
@@ -103,7 +103,7 @@ class Held(Generic[T]):
             await self._end(self._use)
 
     async def discard(self, value: T) -> None:
-        """Leaves the context manager if it still is the one that has given this: it does not work any more."""
+        """Leaves the context manager if it still is the one with this value, which no longer works."""
         if self._use is not None and self._use.value is value:
             await self._end(self._use)
 

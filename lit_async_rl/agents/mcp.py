@@ -1,7 +1,6 @@
 """Tools of Model Context Protocol servers (https://modelcontextprotocol.io) for agents.
 
-`McpTools` is a server's tools, for agents of your own; `McpAgent` is an agent that needs no code: it asks the policy,
-calls the tools that the policy asks for, and has the last reply scored.
+`McpTools` has a server's tools, for agents of your own; `McpAgent` is an agent that needs no code.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ START_LIMITS = 4  # requests until a server has listed its tools, each with its 
 
 
 class McpServerError(RuntimeError):
-    """A tool server does not start, or has ended; the message has the end of what it wrote to stderr."""
+    """A tool server does not start, or has ended; the message has the end of its stderr."""
 
 
 class McpTools:
-    """Tools of a server that is started by a command and talks on stdin and stdout. An async context manager.
+    """Tools of a server, started by a command, that talks on stdin and stdout. An async context manager.
 
     Example:
         ```python
@@ -48,12 +47,10 @@ class McpTools:
                     print(await tools.call(call.function.name, call.function.arguments))
         ```
 
-    The server gets `PATH`, `HOME`, `USER` and the like, and those variables of the environment that `environment`
-    names: keys are never part of a configuration.
-
     Args:
         command: program and arguments; no shell reads it.
-        environment: names of environment variables that the server gets.
+        environment: names of environment variables that the server gets beside `PATH`, `HOME`, `USER` and the like, so
+            that no key is part of a configuration.
         timeout_s: limit of the start, and of each call.
 
     Attributes:
@@ -133,7 +130,7 @@ class McpTools:
                 return found
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> str:
-        """Calls a tool and returns its answer as text. Mistakes of the caller and errors of the tool are text as well.
+        """Calls a tool and returns its answer as text; mistakes of the caller and errors of the tool are text, too.
 
         Args:
             name: of the tool.
@@ -169,14 +166,14 @@ class McpTools:
         return McpServerError(f"{text}; it wrote: {written}" if written else text)
 
     def _concealed(self, text: str) -> str:
-        """A text without the values of the variables that the server got: before it is cut, which would cut them."""
+        """A text without the values of the server's variables; called before the text is cut, which would cut them."""
         for name in self.environment:
             text = text.replace(os.environ.get(name) or name, f"({name})")
         return text
 
 
 def _is_answer(error: Exception) -> bool:
-    """Whether an error is the server's answer to what it was asked, and not its end."""
+    """Whether an error is the server's answer, and not its end."""
     from mcp import MCPError
     from mcp.types import INVALID_PARAMS, METHOD_NOT_FOUND
 
@@ -188,7 +185,7 @@ def _text(part: Any) -> str:
 
 
 class McpAgent:
-    """Asks the policy for an answer to the prompt, with the tools of a server, until a reply calls none; scores that.
+    """Asks the policy, with the tools of a server, until a reply calls none; scores that reply.
 
     Example:
         ```yaml
@@ -201,9 +198,9 @@ class McpAgent:
         reward: of the last reply, `reward(prompt, completion)`; None is `exact_match`.
         system_prompt: text of a message before that of the prompt.
         max_turns: replies of the policy; an episode whose last one calls a tool has reward 0.
-        per_episode: start a server for each episode, whose state no other sees. Otherwise all share one, which is
-            started again if it ends.
-        timeout_s: limit of a server's start, and of each call of a tool.
+        per_episode: start a server for each episode; otherwise all share one and its state, and it is started again if
+            it ends.
+        timeout_s: see `McpTools`.
 
     Raises:
         ValueError: a setting is out of range.

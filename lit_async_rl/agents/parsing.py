@@ -1,6 +1,6 @@
 """Parsers of replies: which part of a text is reasoning, which a tool call.
 
-Sampling is never constrained to what a parser can read: a malformed tool call stays text, and the agent sees it.
+Sampling is never constrained to what a parser reads: a malformed tool call stays text, which the agent sees.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ReplyParser(ABC):
 
         Args:
             text: decoded reply, special tokens of the end left out.
-            tools: tools of the call, empty without any.
+            tools: of the call; empty without any.
             new_id: returns a fresh id for a tool call.
         """
 
@@ -46,8 +46,8 @@ class TextParser(ReplyParser):
 class TaggedParser(ReplyParser):
     """Reasoning and tool calls between tags, as Qwen, Hermes and many other models write them.
 
-    A tool call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; one that is no such JSON object stays in
-    the content. Reasoning ends with `</think>`; the template may have written its opening tag.
+    A tool call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; anything else stays in the content.
+    Reasoning ends with `</think>`; the template may have written its opening tag.
 
     Args:
         call: opening and closing tag of a tool call.

@@ -1,9 +1,9 @@
 """Messages as tokens: a chat template cut at the turns that the policy sampled.
 
-A conversation is rendered with a mark in place of each turn that the policy sampled, and the text between the marks is
-tokenised: what the policy wrote is never rendered, nor tokenised, again. That is sound only with templates that write a
-turn the same way wherever it stands, which is checked once a model; what they strip from earlier turns of the policy
-(reasoning, whitespace) does not matter, because it stands where the marks are.
+A conversation is rendered with a mark in place of each such turn, and the text between the marks is tokenised: what the
+policy wrote is never rendered, nor tokenised, again. That is sound only with templates that write a turn the same way
+wherever it stands, which is checked once a model; what they strip from earlier turns of the policy (reasoning,
+whitespace) does not matter, because a mark replaces it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ MESSAGE_KEYS = frozenset(
 def checked_call_messages(messages: Any) -> tuple[dict[str, Any], ...]:
     """Messages of a call in the form that chat templates read.
 
-    Contents of parts become their texts; a content that is missing becomes empty; arguments of tool calls become
-    objects where they are JSON, because most templates write them as such; an assistant's reasoning gets every name
-    that a template may read it by.
+    Contents of parts become their texts; a missing content becomes empty; arguments of tool calls that are JSON become
+    objects, as most templates want them; an assistant's reasoning gets every name that a template may read.
 
     Raises:
         AgentCallError: they are malformed.
@@ -87,7 +86,7 @@ def text_of(content: Any, where: str, param: str = "messages") -> str:
         param: argument of the call that has it.
 
     Raises:
-        AgentCallError: it has something else than text.
+        AgentCallError: it has anything but text.
     """
     if isinstance(content, (list, tuple)):
         parts = [_text_of_part(part) for part in content]
@@ -121,7 +120,7 @@ def _checked_tool_call(call: Any, number: int) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> Any:
-    """The value that the JSON of arguments has; the text itself where it has none that can be written again."""
+    """The value of arguments in JSON; the text itself if they have none that can be written again."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(arguments)
         if not is_too_deep(value):
@@ -131,7 +130,7 @@ def _parsed(arguments: str) -> Any:
 
 
 def checked_tools(tools: Any) -> Messages:
-    """Tools of a call; keys that nothing here reads are the template's.
+    """Tools of a call; other keys are the template's.
 
     Raises:
         AgentCallError: they are malformed.
@@ -156,8 +155,8 @@ def checked_tools(tools: Any) -> Messages:
 def message_key(message: Message) -> str:
     """Equal for messages that say the same.
 
-    An assistant's message is compared by its words and calls alone: clients drop reasoning, rewrite the whitespace and
-    the JSON, and number the tool calls anew.
+    An assistant's message is compared by words and calls alone: clients drop reasoning, rewrite whitespace and JSON,
+    and number tool calls anew.
     """
     if message["role"] != "assistant":
         return json.dumps(message, sort_keys=True, default=str, ensure_ascii=False)
@@ -170,7 +169,7 @@ def message_key(message: Message) -> str:
 
 
 def length_of(message: Message) -> int:
-    """Characters of a message that the graph keeps, without those that tell its parts apart."""
+    """Characters of a message that the graph keeps, without those between its parts."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     texts = [message["content"], message.get("name", ""), message.get("tool_call_id", "")]
     texts += [call["name"] for call in calls]
@@ -222,7 +221,7 @@ def _marked_text(mark: str) -> dict[str, Any]:
 
 
 def _marked_call(message: Message, mark: str) -> dict[str, Any]:
-    """A message with the mark in its tool calls, whose names stay, because answers of tools may repeat them."""
+    """A message with the mark in its tool calls; names stay, because answers of tools may repeat them."""
     calls = [
         {**call, "function": {"name": call["function"]["name"], "arguments": {"mark": mark}}}
         for call in message["tool_calls"]
@@ -231,7 +230,7 @@ def _marked_call(message: Message, mark: str) -> dict[str, Any]:
 
 
 def _forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
-    """Messages in the forms that templates read: the usual one, and those that some families want instead."""
+    """Messages in the form that templates read, and in those that some model families want instead."""
     yield [dict(message) for message in messages]
     if any(message.get("tool_calls") for message in messages):
         yield [_with_text_arguments(message) for message in messages]  # DeepSeek's join them to other texts
@@ -254,7 +253,7 @@ class ChatRenderer:
 
     Args:
         codec: tokenizer of the model.
-        template: chat template in place of the tokenizer's own, as Jinja source.
+        template: chat template in place of the tokenizer's, as Jinja source.
     """
 
     def __init__(self, codec: TextCodec, template: str | None = None) -> None:
@@ -273,7 +272,7 @@ class ChatRenderer:
         *,
         sampled: Sequence[int] = (),
     ) -> list[str]:
-        """Texts between the policy's turns: before the first, after each, and up to where the next turn begins.
+        """Texts between the policy's turns: before the first, and after each up to where the next begins.
 
         Args:
             messages: the conversation, see `checked_call_messages`.
@@ -314,9 +313,9 @@ class ChatRenderer:
         *,
         sampled: Sequence[int] = (),
     ) -> str:
-        """Text of the assistant's turn that a conversation ends with, up to and with the token that ends it.
+        """Text of the assistant's turn that ends a conversation, with the token that ends it.
 
-        It is written as in a conversation that ends there, behind other turns of the assistant (`sampled`).
+        It is written as at the end of a conversation, behind other turns of the assistant (`sampled`).
 
         Raises:
             AgentCallError: the template refuses the messages, begins a completed turn differently, or ends it
@@ -366,7 +365,7 @@ class ChatRenderer:
     def _find_unread(self, messages: Messages, tools: Messages, options: Mapping[str, Any]) -> int | None:
         """First system or developer message that the template leaves out; None if it writes all.
 
-        Looked for once per sequence of roles and of empty messages, with other texts.
+        Searched once per sequence of roles and empty messages, with other texts.
         """
         # an empty one may be left out
         places = [n for n, one in enumerate(messages) if one["role"] in INSTRUCTIONS and one["content"].strip()]
@@ -398,10 +397,10 @@ class ChatRenderer:
         return [str(self.codec.tokenizer.convert_ids_to_tokens(token)) for token in self.codec.ends.ids]
 
     def _find_form_of_calls(self, kind: str) -> Literal["text", "call", "unclear", "lost"]:
-        """How a turn with tool calls is marked: by a `text` in its place, or in its `call`; `lost` if its answers are.
+        """How a turn with tool calls is marked: by a `text` in its place or in its `call`; `lost` if its answers are.
 
-        Most templates take the text. Some write an answer of a tool only behind its call (Mistral, gpt-oss, Gemma 4),
-        or with the number of its call (Command A).
+        Most templates take the text. Some write a tool's answer only behind its call (Mistral, gpt-oss, Gemma 4), or
+        with its call's number (Command A).
         """
         tools, options = json.loads(kind)
         answers = [_answer(f"{self._mark}{name}", name) for name in "ab"]
@@ -431,7 +430,7 @@ class ChatRenderer:
         sampled: Sequence[int],
         kept: frozenset[int],
     ) -> list[str]:
-        """Segments of a rendering with a mark in each turn; turns that are `kept` are still tool calls then."""
+        """Segments of a rendering with a mark in each turn; `kept` turns stay tool calls."""
         marked = [dict(message) for message in messages]
         marks = [f"{self._mark}{number}." for number in range(len(sampled))]
         for mark, place in zip(marks, sampled, strict=True):
@@ -489,11 +488,11 @@ class ChatRenderer:
         ) from refusal
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of a conversation's beginning; the template has written the tokenizer's prefix."""
+        """Tokens of a conversation's beginning; the template writes the tokenizer's prefix."""
         return tuple(self.codec.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_after(self, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
-        """Tokens of the text that follows a turn, without the end of turn that the turn has written itself."""
+        """Tokens of the text after a turn, without the end of turn, which the turn has already."""
         if token_ids and token_ids[-1] in self.codec.ends.ids:
             end = str(self.codec.tokenizer.convert_ids_to_tokens(token_ids[-1]))
             before, found, rest = text.partition(end)
@@ -524,12 +523,12 @@ class ChatRenderer:
     ) -> bool:
         """Whether segments are what earlier calls have rendered.
 
-        The opening of a turn may differ, because many templates open an answer otherwise (with an empty reasoning, say)
-        than they write it later: what the policy has read stays in the conversation.
+        The opening of a turn may differ: many templates open an answer otherwise (with an empty reasoning, say) than
+        they write it later, and what the policy has read stays in the conversation.
 
         Args:
-            before: segments as they were rendered when the turns behind them were asked for.
-            now: the same segments in a rendering of the longer conversation.
+            before: segments as rendered when the turns behind them were asked for.
+            now: the same segments in the longer conversation.
             roles: role of the last message in each segment.
             tools: JSON schemas of the tools.
             options: further arguments of the template.
@@ -540,14 +539,14 @@ class ChatRenderer:
         )
 
     def _goes_on(self, old: str, new: str, role: str, *, tools: Messages, options: Mapping[str, Any]) -> bool:
-        """Whether two texts differ only in the opening of a turn, which follows a message of this role."""
+        """Whether two texts differ only in the opening of a turn after a message of this role."""
         if new.startswith(old):
             return True
         tail = self._tail(role, kind_of(tools, options))
         return tail is not None and old.endswith(tail) and new.startswith(old.removesuffix(tail))
 
     def _find_tail(self, role: str, kind: str) -> str | None:
-        """Text between a message's content and the turn that is asked for after it; None if that is unclear."""
+        """Text between a message's content and the next turn; None if that is unclear."""
         tools, options = json.loads(kind)
         last = _answer(self._mark, "a") if role == "tool" else {"role": role, "content": self._mark}
         before = {"tool": [_USER, _call("a")], "assistant": [_USER]}.get(role, [])
@@ -561,15 +560,12 @@ class ChatRenderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether messages can be rendered at all."""
+        """Whether messages can be rendered."""
         return bool(self._template)
 
     @functools.cached_property
     def problem(self) -> str | None:
-        """Why conversations cannot be continued token by token; None if they can.
-
-        Renders a conversation that grows, and looks whether what was rendered before stays.
-        """
+        """Why conversations cannot be continued token by token; None if they can."""
         turn = {"role": "assistant", "content": "answer"}
         user = [{"role": "user", "content": f"{self._mark}q{n}"} for n in range(3)]
         try:
@@ -595,11 +591,7 @@ class ChatRenderer:
         return None
 
     def _growth_problem(self, talk: Messages, tools: Messages = ()) -> str | None:
-        """Why a conversation that grows by one turn after the other cannot be continued; None if it can.
-
-        Raises:
-            AgentCallError: the template refuses it.
-        """
+        """Why a conversation that grows turn by turn cannot be continued; None if it can."""
         before: list[str] = []
         roles: list[str] = []
         turns = [n for n, message in enumerate(talk) if message["role"] == "assistant"]

@@ -1,9 +1,9 @@
 """Rules that a call may set for its replies: forced tool calls, and a format of the content.
 
-Nothing is masked while a reply is sampled. A reply that breaks the rule is discarded and does not train, and another
-one is sampled after the same tokens, at most `MAX_TRIES` in all. Let A be the set of valid replies, pi the policy, and
-Z = pi(A). A reply y that is kept has the distribution `pi(y | A) = pi(y) / Z`, and trains with the log-probability that
-was recorded, `log pi(y)`. As `grad log Z = E[grad log pi(y) | A]`, its expected gradient is
+Nothing is masked while a reply is sampled. A reply that breaks the rule does not train, and is sampled again after the
+same tokens, with at most `MAX_TRIES` tries in all. Let A be the set of valid replies, pi the policy, and Z = pi(A). A
+reply y that is kept has the distribution `pi(y | A) = pi(y) / Z`, and trains with the log-probability that was
+recorded, `log pi(y)`. As `grad log Z = E[grad log pi(y) | A]`, its expected gradient is
 
     E[(R - b) grad log pi(y) | A] = grad E[R | A] + (E[R | A] - b) grad log Z.
 
@@ -30,7 +30,7 @@ class ReplyRule:
     """Condition on a reply.
 
     Attributes:
-        functions: names of which it must call at least one, and may call no other; None demands no call.
+        functions: it must call at least one of these, and no other; None demands no call.
         max_tool_calls: most tool calls of a reply; None sets no limit.
         content: finds the fault of the content of a reply without tool calls; None accepts every content.
     """
@@ -40,7 +40,7 @@ class ReplyRule:
     content: ContentCheck | None = None
 
     def fault(self, reply: Reply) -> str | None:
-        """The way in which a reply breaks the rule; None if it keeps it."""
+        """How a reply breaks the rule; None if it keeps it."""
         calls = reply.message.tool_calls
         if self.functions is not None:
             if not calls:

@@ -15,8 +15,8 @@ class AgentResult:
     """Result of an agent, in place of a plain number.
 
     Attributes:
-        reward: reward of the whole episode.
-        parts: parts of the reward by name, for reports and `GDPO`.
+        reward: of the whole episode.
+        parts: of the reward, by name, for reports and `GDPO`.
     """
 
     reward: float

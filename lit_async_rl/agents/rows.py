@@ -1,8 +1,8 @@
 """From the turns of an episode to the rows of tokens that train.
 
-Each turn of the policy that trains does so in exactly one row, with all tokens that it was sampled after as context.
-Every conversation that ends somewhere (a leaf) is a row; what leaves have in common trains in the first of them, the
-main conversation's before all others.
+Each turn of the policy that trains does so in exactly one row, with all tokens before it as context. Each leaf, where a
+conversation ends, is a row; what leaves have in common trains in the first of them, the main conversation's before all
+others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lit_async_rl.types import Branch, Completion, GenerationRequest
 
 @dataclass(frozen=True)
 class Row:
-    """A row, and the turns that train in it.
+    """A row of an episode.
 
     Attributes:
         tokens: the row.
@@ -37,7 +37,7 @@ class Row:
 
 
 def trained_turns(turns: Sequence[SampledTurn]) -> list[SampledTurn]:
-    """Turns that train: those whose reply has reached the agent, or was continued, and that are no side calls."""
+    """Turns that train: their reply has reached the agent, or was continued, and they are no side calls."""
     kept: set[int] = set()
     for turn in reversed(turns):  # a turn comes before those that continue it
         if turn.is_kept or id(turn) in kept:
@@ -66,7 +66,7 @@ def rows_of(turns: Sequence[SampledTurn]) -> list[Row]:
 
 
 def _row(leaf: SampledTurn, taken: set[int]) -> Row:
-    """The row of a conversation, of which the turns `taken` train elsewhere."""
+    """The row of a conversation; turns `taken` train elsewhere."""
     path = leaf.path
     begin = next(n for n, turn in enumerate(path) if id(turn) not in taken)
     own = path[begin:]

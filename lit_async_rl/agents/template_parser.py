@@ -1,4 +1,4 @@
-"""Parsers for the forms that models write their tool calls in, by response templates of transformers.
+"""Parsers for the forms of models' tool calls, by response templates of transformers.
 
 | the model writes | found by |
 |---|---|
@@ -41,7 +41,7 @@ XML_CALLS: dict[str, Any] = {
 
 
 class TemplateParser(ReplyParser):
-    """Takes a reply apart by a response template of transformers.
+    """Parses a reply with a response template of transformers.
 
     A reply that the template cannot read is content as a whole. Arguments get the types of the tool's schema.
 
@@ -104,7 +104,7 @@ class TemplateParser(ReplyParser):
         return message if tools or not message.tool_calls else ReplyMessage(content=text)
 
     def _is_open(self, at_end: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a call was open at the end; JSON says itself when it is cut, also in forms without a closing tag."""
+        """Whether a call was open at the end; JSON itself shows a cut, also without a closing tag."""
         fields = (self.template or {}).get("fields", {})
         return any(
             event["type"] == "region_close"
@@ -115,11 +115,7 @@ class TemplateParser(ReplyParser):
 
 
 def _message(found: Mapping[str, Any], new_id: NewId) -> ReplyMessage:
-    """The message of a response template's output.
-
-    Raises:
-        ValueError, KeyError, TypeError: it has another form.
-    """
+    """The message of a response template's output."""
     functions = [call["function"] for call in found.get("tool_calls") or ()]
     calls = [read_call(function["name"], function["arguments"], new_id) for function in functions]
     content = found.get("content") or ""
@@ -131,7 +127,7 @@ def _message(found: Mapping[str, Any], new_id: NewId) -> ReplyMessage:
 
 
 class AutoParser(ReplyParser):
-    """The parser that fits a model: by its response template, by its chat template, or `TaggedParser`."""
+    """The parser that fits a model by its response template or chat template, else `TaggedParser`."""
 
     def for_model(self, codec: TextCodec) -> ReplyParser:
         """See `ReplyParser`."""

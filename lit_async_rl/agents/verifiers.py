@@ -1,8 +1,8 @@
 """Tasks and agents of `verifiers` (https://github.com/PrimeIntellect-ai/verifiers), trained as they are.
 
 `verifiers` runs an agent's program (a *harness*) on a task, in a subprocess, a container or a sandbox, catches its
-calls to a model and hands them to a `Client`. Here that is the episode: its calls are sampled, recorded and trained as
-those of any agent. The rewards are those of the task.
+calls to a model and hands them to a `Client`: here the episode, whose calls are sampled, recorded and trained as those
+of any agent. The rewards are those of the task.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class VerifiersPrompts(PromptSource):
         ```
 
     Args:
-        taskset: the taskset as `verifiers` configures it: `id` is an installed package or a module on the path.
+        taskset: as `verifiers` configures it: `id` is an installed package or a module on the path.
         size: number of tasks; None takes all of them.
         first: index of the first; use disjoint ranges for training and validation.
 
@@ -105,7 +105,7 @@ def _loaders() -> Any:
 
 
 def _environment(config: Mapping[str, Any]) -> Any:
-    """The environment of a configuration; raises ImportError as `_loaders`."""
+    """The environment of a configuration; raises as `_loaders`."""
     loaders = _loaders()
     return loaders.load_environment(loaders.resolve_env_config(dict(config)))
 
@@ -123,12 +123,12 @@ class VerifiersAgent:
               agent: {harness: {id: "null"}, runtime: {type: subprocess}, max_turns: 4}
         ```
 
-    Roles that pin a model of their own (`client`, such as a judge's) keep it. The reward is that of the trained
-    roles' traces, their mean if there are several; its parts are the task's rewards by name.
+    Roles that pin their own model (`client`, such as a judge's) keep it. The reward is that of the trained roles'
+    traces, their mean if there are several; its parts are the task's rewards by name.
 
     Args:
-        env: the block `env` of a configuration of `verifiers`: `taskset`, roles such as `agent`, `timeout`, `retries`.
-            The default `runtime` of a role is a sandbox of the hosted service Prime, which wants a key.
+        env: the block `env` of `verifiers`' configuration: `taskset`, roles such as `agent`, `timeout`, `retries`. A
+            role's default `runtime` is a sandbox of the hosted service Prime, which needs a key.
 
     Raises:
         ValueError: `env` names no taskset.
@@ -141,7 +141,7 @@ class VerifiersAgent:
         self._services = Held("the services of verifiers", self._serve, START_TIMEOUT_S)
 
     async def astart(self) -> None:
-        """Starts the services of `verifiers`, which all episodes share.
+        """Starts the services that all episodes share.
 
         Raises:
             ImportError: the package `verifiers` is not installed.
@@ -196,8 +196,8 @@ class _Services:
 
     Attributes:
         env: the environment of `verifiers`, with its servers.
-        policy: configuration of a client, by which calls of the policy are told from those of judges.
-        calls: calls of running traces by their ids.
+        policy: configuration of a client, which tells calls of the policy from those of judges.
+        calls: those of running traces, by id.
     """
 
     def __init__(self, env: Any) -> None:
@@ -224,7 +224,7 @@ class _Services:
         return self._tasks[index]
 
     def interception(self, inner: Any) -> Any:
-        """The servers that catch the calls of harnesses, with the policy as their client."""
+        """The servers that catch harnesses' calls, with the policy as their client."""
         from verifiers.v1.interception import Interception
 
         services = self
@@ -244,12 +244,7 @@ class _Services:
 
 
 class _Calls:
-    """Calls of one trace, which is one try of an agent, to the policy.
-
-    Args:
-        episode: that they belong to.
-        trace_id: of the trace.
-    """
+    """Calls of one trace, an agent's try, to the policy."""
 
     def __init__(self, episode: AgentEpisode, trace_id: str) -> None:
         self._episode = episode
@@ -330,11 +325,7 @@ def _response(reply: Reply, model: str) -> Any:
 
 
 def _result(episode: Any, is_complete: bool) -> AgentResult:
-    """The reward of an episode, and its parts.
-
-    Raises:
-        VerifiersError: it failed, or no agent in it trains.
-    """
+    """The reward of an episode, and its parts."""
     if not is_complete:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         last = errors[-1] if errors else None

@@ -26,36 +26,36 @@ WeightReport = Callable[[int, Iterable[tuple[str, Tensor]]], None]  # called wit
 
 
 class RolloutEngine(ABC):
-    """Samples completions from the newest weights that were loaded.
+    """Samples completions from the newest loaded weights.
 
-    Guarantee: a token of a request that was submitted after `load_weights(v, ...)` returned has a version >= v.
+    Guarantee: a token of a request submitted after `load_weights(v, ...)` returned has a version >= v.
 
     Attributes:
         in_flight_weight_updates: True if running requests continue with new weights; False if they finish first.
         scores: whether completions have rewards.
         takes_adapters: whether `load_weights` accepts low-rank adapters beside frozen weights, see `stream_weights`.
-        takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights that were loaded before.
+        takes_changes: whether `load_weights` accepts `UNCHANGED` in place of weights loaded before.
         records_heads: whether completions have the distributions they were sampled from (`sampling.head`).
         records_entropy: whether these distributions have their entropy.
         records_experts: whether completions have the experts of each token (`sampling.experts`).
         records_spans: whether the engine adds spans to the timeline, in a lane of `lit_async_rl.runtime.spans` that it
             gets in `setup`; otherwise the timeline shows the increase of `busy_s` in each `poll`.
-        startup_timeout_s: timeout of `setup` in seconds, including downloads; then the engine counts as hanging.
+        startup_timeout_s: timeout of `setup` in seconds, downloads included, after which the engine counts as hanging.
         num_slots: samples decoded together, also by validation.
         num_replicas: engines behind this one, if a setting `replicas` says how many; None otherwise.
-        update_timeout_s: timeout of any other call in seconds, if longer than `data.limits.rollout_timeout_s`.
+        update_timeout_s: timeout of other calls in seconds, if longer than `data.limits.rollout_timeout_s`.
         has_model: False for engines without a model; their log-probabilities are meaningless.
         dtype: precision of weights and computation; determines the expected error of log-probabilities.
         uses_probe: whether the trainer must set `probe` before the first `load_weights`, and when `needs_probe`.
-        needs_probe: whether the log-probabilities of the present weights are asked for: then `take_probe`.
+        needs_probe: whether the trainer must pass log-probabilities of the present weights to `take_probe`.
         held_s: seconds in which `load_weights` waited for the slowest of several replicas.
         sleep_level: 0 if `sleep` does nothing.
-        needs_weights: whether the weights were freed, so that `load_weights` must come before the next token.
-        probe: log-probabilities computed by the trainer, for engines that check their own; None if it cannot.
+        needs_weights: whether weights were freed: `load_weights` must come before the next token.
+        probe: the trainer's log-probabilities, for engines that check their own; None if it cannot compute any.
         is_used: whether a run has set the engine up; another run then makes a fresh one.
-        has_failed: whether the run replaces it by a new one, so that nothing of it is to be kept.
+        has_failed: whether the run replaces it by a new one and keeps nothing of it.
         special_tokens: form of special tokens in texts for environments, see `data.scoring.special_tokens`.
-        self_check: whether decoding is compared with plain forward passes; None means as in the model's setting.
+        self_check: whether decoding is compared with plain forward passes; None is the model's setting.
     """
 
     in_flight_weight_updates: bool
@@ -85,7 +85,7 @@ class RolloutEngine(ABC):
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Stores the constructor arguments, from which `fresh` makes the same engine again."""
+        """Stores the constructor arguments for `fresh`."""
         engine = super().__new__(cls)
         engine._made_with = (args, kwargs)
         return engine
@@ -116,7 +116,7 @@ class RolloutEngine(ABC):
         Args:
             setting: path of the parameters in messages, such as `data.sampling`.
             sampling: sampling parameters.
-            num_samples: samples of one request.
+            num_samples: of one request.
 
         Raises:
             ValueError: names the setting and its value.
@@ -149,7 +149,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads `weights` (Hugging Face names, full tensors) to sample from, tagged `version`.
+        """Loads `weights` (Hugging Face names, full tensors) of this version.
 
         Consumes the iterable before it returns. With in-flight updates, running requests continue with the new weights;
         otherwise they finish with the old ones, and requests submitted later wait for them.
@@ -162,12 +162,12 @@ class RolloutEngine(ABC):
     def partial_completions(self) -> list[Completion]:
         """Partial completions that can be resumed by prefilling them.
 
-        Their `finish_reason` is `abort`. Engines without support return an empty list: their requests start over.
+        Their `finish_reason` is `abort`. Without support the list is empty, and requests start over.
         """
         return []
 
     def take_given_up(self) -> list[int]:
-        """Requests given up since the last call: they have no further completions, and their prompts are left out.
+        """Requests given up since the last call, without further completions; their prompts are left out.
 
         A request is given up if its environment failed in all tries. The producer's thread calls this after each
         `poll`.
@@ -175,7 +175,7 @@ class RolloutEngine(ABC):
         return []
 
     def take_lost(self) -> list[tuple[int, int]]:
-        """Samples given up since the last call, as request and sample: their requests go on without them.
+        """Samples given up since the last call, as request and sample; their requests go on without them.
 
         The producer's thread calls this after each `poll`.
         """
@@ -187,7 +187,7 @@ class RolloutEngine(ABC):
         return "it loads the model, and may compile"
 
     def outside_work(self) -> Work | None:
-        """Running calls outside of the engine that delay tokens, such as calls of an environment; None without any."""
+        """Running calls outside of the engine that delay tokens, such as an environment's; None without any."""
         return None
 
     def end(self) -> None:  # noqa: B027
@@ -199,7 +199,7 @@ class RolloutEngine(ABC):
     def watch_weights(self, report: WeightReport) -> bool:
         """Registers `report(version, weights)`, to be called after each update and before the next token.
 
-        The weights are the updated ones, read back from the memory from which the engine samples.
+        The weights are the updated ones, read back from the memory that the engine samples from.
 
         Returns:
             False if the engine cannot read them back; `report` is then never called.
@@ -209,8 +209,8 @@ class RolloutEngine(ABC):
     def sleep(self) -> None:  # noqa: B027  (most have nothing to free)
         """Frees memory of the accelerator until the next `load_weights`, if `sleep_level` is set and no request runs.
 
-        The trainer's thread calls this when sampling waits for training. A request submitted in the meantime wakes the
-        engine up, or waits for the next weights.
+        The trainer's thread calls this when sampling waits for training. A request submitted meanwhile wakes the engine
+        up, or waits for the next weights.
         """
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
@@ -256,7 +256,7 @@ class RolloutEngine(ABC):
 
 
 class _OfInner:
-    """An attribute or method of a wrapper: that of its inner engine, unless a subclass or the instance has its own."""
+    """An attribute or method of the inner engine, unless a subclass or the instance has its own."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -326,7 +326,7 @@ class EngineWrapper(RolloutEngine):
         self.engine = engine
 
     def with_engine(self: W, engine: RolloutEngine, **changes: Any) -> W:
-        """The same wrapper, made with the same arguments but for `changes`, around another engine; not set up."""
+        """The same wrapper around another engine, with the same arguments but for `changes`; not set up."""
         args, kwargs = self._made_with
         bound = inspect.signature(type(self)).bind(*args, **kwargs)
         bound.arguments |= changes | {"engine": engine}
@@ -387,7 +387,7 @@ PROBE_TOKENS = 48
 
 
 def default_bound(*dtypes: str) -> float:
-    """Largest mean absolute difference, in nats, to expect from rounding in the coarsest of these dtypes.
+    """Largest mean absolute difference, in nats, expected from rounding in the coarsest of these dtypes.
 
     Measured: about 1e-5 for float32 on CPUs, a few 1e-4 for float32 multiplied in TF32 on accelerators, and 2e-3 to
     4e-2 for bfloat16. Unknown names count as the coarsest dtype.
@@ -400,7 +400,7 @@ class Probe:
     """Log-probabilities of a fixed token sequence under the trainer's weights of one version.
 
     Attributes:
-        version: version of the weights.
+        version: of the weights.
         token_ids: T tokens.
         logprobs: T - 1 log-probabilities, of all tokens but the first, at temperature 1.
         dtype: precision in which the trainer computed them.

@@ -1,4 +1,4 @@
-"""Validation of completions: each function returns a one-line description of the fault, or an empty string."""
+"""Validation of completions: functions return a one-line description of the fault, or an empty string."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def find_fault(
     """Describes the first fault of a completion; empty if it is valid.
 
     Args:
-        completion: completion with valid `request_id` and `sample_index`.
+        completion: with valid `request_id` and `sample_index`.
         request: its request.
         versions: oldest and newest valid version of a token; None is not checked.
         vocab_size: number of valid token ids; None checks only that they are not negative.
         max_model_len: maximum number of tokens of prompt and completion, for completions of several turns.
         scores: whether the engine computes rewards.
-        is_partial: whether the completion is unfinished; it then has no reward yet, and may be empty.
+        is_partial: whether it is unfinished; it then has no reward yet, and may be empty.
     """
     fault = (
         _bad_sequences(completion)
@@ -100,7 +100,7 @@ def show(value: Any) -> str:
 
 
 def _bad_sequences(completion: Completion) -> str:
-    """Requires Python's own types: other numbers would get into checkpoints, or cause errors far from here."""
+    """Requires Python's own types: others would get into checkpoints, or cause errors far from here."""
     allowed: dict[str, set[type]] = {
         "token_ids": {int},
         "logprobs": {float, int},
@@ -161,7 +161,7 @@ def _num_given(completion: Completion, request: GenerationRequest) -> int:
 
 
 def _bad_turns(turns: Any, num_tokens: int, is_partial: bool) -> str:
-    """Turns must be contiguous, and the last one must end with the completion, unless that is partial."""
+    """Turns must be contiguous, and the last must end with the completion unless that is partial."""
     if turns is None:
         return ""
     if type(turns) is not tuple or not all(isinstance(turn, Turn) for turn in turns):
@@ -281,15 +281,15 @@ class _Asked:
 
 
 class RequestLedger:
-    """Requests submitted to an engine and the samples received for them. Not thread-safe.
+    """Requests to an engine and the samples received for them. Not thread-safe.
 
     Args:
-        engine: engine, for its name in errors, `scores` and `max_model_len`.
-        vocab_size: number of valid token ids; None checks only that they are not negative.
-        version: version of the engine's weights; None checks no versions.
+        engine: gives the name in errors, `scores` and `max_model_len`.
+        vocab_size: see `find_fault`.
+        version: that of the engine's weights; None checks no versions.
 
     Attributes:
-        loaded: version of the last `load_weights` that has returned: the oldest valid version for new requests.
+        loaded: version of the last `load_weights` that returned: the oldest valid version for new requests.
         newest: version of the last `load_weights`, even if it has not returned yet: the newest valid version.
     """
 
@@ -344,7 +344,7 @@ class RequestLedger:
         return True
 
     def lose(self, request_id: int, sample: int) -> bool:
-        """Registers that a sample will not come; False if its request is not registered any more, or it has come."""
+        """Registers that a sample will not come; False if it has come, or its request is no longer registered."""
         asked = self._running.get(request_id)
         if asked is None or sample in asked.received:
             return False
@@ -432,13 +432,13 @@ def run_requests(
 ) -> list[list[Completion]]:
     """All completions of each request, by sample index; blocks until they are finished.
 
-    A request that the engine gave up has no completions, and one of which it gave samples up has fewer.
+    A request that the engine gave up has none, and one with samples given up has fewer.
 
     Args:
-        engine: engine with weights that no other thread polls.
-        requests: requests with different ids.
+        engine: with weights; no other thread polls it.
+        requests: with different ids.
         vocab_size: vocabulary size of the model, to validate completions.
-        timeout_s: longest time in seconds without a token or completion, except during calls of an environment within
+        timeout_s: longest time in seconds without a token or completion, except during an environment's calls within
             their limits.
         on_progress: called about once a second while tokens are sampled.
 

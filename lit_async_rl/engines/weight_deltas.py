@@ -1,7 +1,7 @@
 """Lossless encoding of weight changes: a copy of the last weights on both sides, and only the changes between them.
 
-After an update with a small learning rate most weights round to the same bfloat16 numbers as before: only the others
-are sent (as in PULSE, Miahi and Belilovsky 2026, arXiv:2602.03839). Each tensor has the smallest of these encodings:
+After an update with a small learning rate most weights round to the same bfloat16 numbers; only the others are sent (as
+in PULSE, Miahi and Belilovsky 2026, arXiv:2602.03839). Each tensor has the smallest of these encodings:
 
 | encoding | entries of the file | best if |
 |---|---|---|
@@ -10,8 +10,8 @@ are sent (as in PULSE, Miahi and Belilovsky 2026, arXiv:2602.03839). Each tensor
 | mask | `mask:NAME` (a bit for each element), `value:NAME` | more elements changed |
 | full | `NAME` | most elements changed, or the tensor is new |
 
-Low-rank adapters are sent as separate tensors, `LAYER.lora_A` and `LAYER.lora_B`, while the frozen weights never
-change; `merged` adds their product when a layer is loaded.
+Low-rank adapters are separate tensors, `LAYER.lora_A` and `LAYER.lora_B`, beside frozen weights that never change;
+`merged` adds their product when a layer is loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WeightStore:
         self.tensors: dict[str, Tensor] = {}
 
     def encode(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Entries of a file that turn the stored tensor into `tensor`, which is stored in its place."""
+        """Entries of a file that turn the stored tensor into `tensor`, which replaces it."""
         stored = self.tensors.get(name)
         if stored is None or stored.shape != tensor.shape or stored.dtype != tensor.dtype:
             self.tensors[name] = tensor.clone()
@@ -109,7 +109,7 @@ def apply_change(flat: Tensor, kind: str, places: Tensor, values: Tensor) -> Non
     """Writes values into a flat tensor.
 
     Args:
-        flat: that is changed.
+        flat: to change.
         kind: of the places, `INDEX` or `MASK`.
         places: int32 or its bytes, or bits.
         values: at these places.
@@ -156,7 +156,7 @@ class LoadedWeights:
 
 
 class IncomingWeights:
-    """Weights in a folder, for a model with the weights `loaded`.
+    """Weights in a folder, for a model with `loaded` weights.
 
     Attributes:
         is_update: whether the folder contains only changes.

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 def folder_with_room(num_bytes: int, copies: int = 1) -> str:
-    """Parent of the folders of weights for processes on this machine: memory, if `copies` of `num_bytes` fit.
+    """Parent of the folders of weights for processes on this machine: shared memory if `copies` of `num_bytes` fit.
 
-    Otherwise, with a warning, the system's temporary folder, which is also that of systems without such memory.
+    Otherwise the system's temporary folder, with a warning if there is shared memory.
     """
     folder = tempfile.gettempdir()
     if not Path(SHARED_MEMORY).is_dir():
@@ -64,7 +64,7 @@ class WeightFolders:
         self._numbers = itertools.count()
 
     def __reduce__(self) -> tuple[type[WeightFolders], tuple[str | None]]:
-        """A copy in another process makes folders of its own."""
+        """A copy in another process makes its own folders."""
         return WeightFolders, (self.parent,)
 
     def make(self) -> Path:
@@ -83,7 +83,7 @@ class WeightFolders:
         return folder
 
     def close(self) -> None:
-        """Removes the folders that are left and releases the lock. Safe to call twice, and from two threads at once."""
+        """Removes remaining folders and releases the lock. Safe to call twice, and from two threads at once."""
         with self._is_changing:
             if self._lock is not None:
                 lock_file = Path(self._lock.lock_file)
@@ -117,7 +117,7 @@ def delete_abandoned(parent: Path) -> list[Path]:
 def chunks(
     weights: Iterable[tuple[str, Tensor]], max_bytes: int, device: str, dtype: torch.dtype | None
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors of together at most `max_bytes`, or a single larger one.
+    """Consecutive tensors of at most `max_bytes` in all, or a single larger one.
 
     Each is copied, because a gathered shard is valid only until the next one is requested: to `device` and, if it is
     floating point, to `dtype`.
@@ -139,7 +139,7 @@ def chunks(
 def write_folder(
     folder: Path, shards: Iterable[Iterable[tuple[str, Tensor]]], metadata: Mapping[str, str] | None = None
 ) -> int:
-    """Writes a file for each shard, and one with the metadata alone if there are none; returns their bytes.
+    """Writes a file for each shard, or one with only the metadata if there are none; returns their bytes.
 
     Raises:
         OSError: a file cannot be written.
@@ -160,12 +160,10 @@ def _write(folder: Path, number: int, tensors: dict[str, Tensor], metadata: Mapp
 
 
 def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in the safetensors files of a folder; reads data only, no code.
-
-    The folder must have been created by a trainer and hold regular files, no links or pipes.
+    """(name, tensor) of all safetensors files of a folder; reads data only, no code.
 
     Raises:
-        PermissionError: the folder was not created by a trainer.
+        PermissionError: the folder was not created by a trainer, or holds links or devices.
         FileNotFoundError: it holds no safetensors files.
     """
     if not Path(folder).name.startswith(PREFIX) or Path(folder).is_symlink():
@@ -182,7 +180,7 @@ def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_metadata(folder: str) -> dict[str, str]:
-    """Metadata of the first file; empty if there is none. Whether the files may be read is up to `read_folder`."""
+    """Metadata of the first file; empty if there is none, or `read_folder` would refuse it."""
     file = next(iter(sorted(Path(folder).glob("*.safetensors"))), None)
     if file is None or file.is_symlink() or not file.is_file() or not Path(folder).name.startswith(PREFIX):
         return {}

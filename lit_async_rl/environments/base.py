@@ -1,11 +1,11 @@
 """Interface of multi-turn environments.
 
 An environment starts an *episode* for each rollout; policy and episode take turns until it is done. All methods are
-coroutines, and all episodes of a run share one event loop: a thousand of them can await a slow tool concurrently.
+coroutines in one event loop: a thousand episodes can await a slow tool concurrently.
 
-Each episode returned by `start` is closed exactly once, whether it is done, cut, dropped, failed, or the engine is
-closed. `close` is called when no other method of the episode runs. A `start` or `step` is cancelled when its result is
-no longer needed; a `start` that raises or is cancelled must free its own resources.
+Each episode that `start` returns is closed exactly once, when none of its other methods runs, whether it is done, cut,
+dropped or failed, or the engine is closed. A `start` or `step` is cancelled when its result is no longer needed; a
+`start` that raises or is cancelled must free its own resources.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Observation:
     """An episode's response to a turn of the policy.
 
     Attributes:
-        text: text for the policy, unchanged, including the markers of its chat template if needed. Never trained on.
+        text: text for the policy, unchanged, with the markers of its chat template if needed. Never trained on.
         reward: reward of this turn; a rollout's reward is the sum over its turns.
         done: whether the episode ends; `text` is then not used.
         state: state of the environment, if `text` does not determine it; `GiGPO` compares turns that start in equal
@@ -53,7 +53,7 @@ class Episode(ABC):
         return await self.step(completion)
 
     async def close(self) -> None:  # noqa: B027  (most have nothing to free)
-        """Frees the episode's resources; called exactly once, after its last step. Errors are logged."""
+        """Frees the episode's resources, once, after its last step. Errors are logged."""
 
 
 class Environment(Rebuildable, ABC):
@@ -62,8 +62,8 @@ class Environment(Rebuildable, ABC):
     An environment is pickled as its class and constructor arguments, and rebuilt in another process.
 
     Attributes:
-        references: correct turns for prompts, if an episode consists of one turn that is compared with the prompt's
-            answer: a run then checks the reward of a sample of its prompts at the start. None checks nothing.
+        references: correct turns for prompts, if an episode is one turn that is compared with the prompt's answer: a
+            run then checks the rewards of some prompts at its start. None checks nothing.
     """
 
     references: ClassVar[References | None] = None
@@ -73,10 +73,10 @@ class Environment(Rebuildable, ABC):
         """Starts an episode; the policy reads the prompt (`prompt.text` or `prompt.messages`) first."""
 
     async def close(self) -> None:
-        """Frees the environment's resources; called at the end of a run, when all episodes are closed.
+        """Frees the environment's resources at the end of a run, when all episodes are closed.
 
-        Another run of the same process may use the environment and close it again, so acquire resources in `start`.
-        Errors are logged.
+        Another run of the process may use the environment and close it again, so acquire resources in `start`. Errors
+        are logged.
         """
 
 

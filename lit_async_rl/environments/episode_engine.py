@@ -1,7 +1,7 @@
 """Multi-turn rollouts: wraps an engine and lets an environment respond after each turn.
 
-Each turn is a request to the inner engine, with the whole conversation as its prompt. A finished episode is returned as
-one completion with the environment's tokens masked. `multi_request` has the life of an episode.
+Each turn is a request to the inner engine, with the whole conversation as its prompt. A finished episode is one
+completion with the environment's tokens masked. `multi_request` has the life of an episode.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_PROMPT = "an environment needs the prompt, not only its tokens"
 
 @dataclass(eq=False)
 class GrowingRow:
-    """Turns of the policy, and tokens given between them; lists have one entry per token after the prompt."""
+    """Turns of the policy, and tokens between them; lists have one entry per token after the prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -49,8 +49,8 @@ class GrowingRow:
 
         Args:
             sampled: the turn.
-            state: see `Turn`; likewise `call`.
-            call: number of an agent's call.
+            state: see `Turn`.
+            call: see `Turn`.
         """
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs
@@ -62,7 +62,7 @@ class GrowingRow:
         self.turns.append(Turn(end=len(self.token_ids), reward=0.0, state=state, call=call))
 
     def add_experts(self, sampled: Completion) -> None:
-        """Adds the experts of a turn and of all tokens before it: the first recording of each token counts."""
+        """Adds the experts of a turn and all tokens before it: each token's first recording counts."""
         if sampled.experts is not None:
             self.experts = sampled.experts if self.experts is None else self.experts.continued(sampled.experts)
 
@@ -119,14 +119,7 @@ class Conversation(GrowingRow, PlayedSample):
     def failure(
         self, environment: Environment, text: str, what: str, cause: EnvironmentFailure | None = None
     ) -> EnvironmentFailure:
-        """The error of an environment that failed at the turn `text`, with `what` as description.
-
-        Args:
-            environment: that failed.
-            text: turn of the policy.
-            what: happened.
-            cause: that says whether another try may help; None if that is not known.
-        """
+        """The error of an environment that failed at the turn `text` with `what`; `cause` says whether to try again."""
         where = f"on prompt {self.prompt.text[:200]!r}, turn {text[:200]!r}"
         failure = EnvironmentFailure(f"environment {name_of(environment)} {where} {what}")
         if cause is not None:
@@ -146,7 +139,7 @@ class Conversation(GrowingRow, PlayedSample):
 
 
 def name_of(environment: Environment) -> str:
-    """Name of an environment's class, wherever its episodes are played."""
+    """Name of an environment's class, wherever it plays."""
     return type(original_of(environment)).__name__
 
 
@@ -156,7 +149,7 @@ def hash63(state: str) -> int:
 
 
 def prepare(environment: Environment) -> None:
-    """Starts the processes of an environment, if it has any, before the time of its episodes counts."""
+    """Starts the processes of an environment, if any, before the time of its episodes counts."""
     if isinstance(environment, RemoteProxy):
         environment.prepare()
 
@@ -165,13 +158,13 @@ class EnvironmentGrader:
     """Reward of the first turn of a new episode, in the event loop of the environment.
 
     Args:
-        environment: environment of the run.
-        loop: event loop of its episodes.
-        timeout_s: limit of a start and a response together, in seconds.
+        environment: of the run.
+        loop: of its episodes.
+        timeout_s: limit of start and response together, in seconds.
 
     Attributes:
-        references: references of the environment; None if it has none.
-        name: name of its class.
+        references: those of the environment; None if it has none.
+        name: of its class.
     """
 
     def __init__(self, environment: Environment, loop: SharedLoop, timeout_s: float) -> None:
@@ -207,22 +200,22 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
 
     A turn ends with the end-of-sequence token, a stop token or a stop string; all stay in the context, but the
     environment receives the text before the stop string. `sampling.max_tokens` bounds one turn. An episode that the
-    environment does not end has the finish reason `length`: it ends after a turn that reached `max_tokens`, after
-    `max_turns`, or when another turn might not fit into the context.
+    environment does not end has the finish reason `length`: after a turn that reached `max_tokens`, after `max_turns`,
+    or when another turn might not fit into the context.
 
-    Running episodes always continue under new weights, so later turns may have newer versions than earlier ones; every
-    token is tagged with its version, and the bound holds for all of them. Incompatible with `FixedLag`.
+    Running episodes continue under new weights, so later turns may have newer versions; every token is tagged with its
+    version, and the bound holds for all. Incompatible with `FixedLag`.
 
-    If its environment fails, an episode is restarted from the first turn; nothing of the failed one is trained on.
+    If its environment fails, an episode restarts from the first turn; nothing of the failed one is trained on.
 
     Args:
-        engine: engine that generates the turns.
-        environment: environment that responds to them.
+        engine: generates the turns.
+        environment: responds to them.
         max_turns: maximum turns of the policy in one episode.
         step_timeout_s: timeout of an environment's start or response, and of the end of an episode.
-        tries: number of failures (errors or timeouts) of the environment after which an episode is given up with a
-            warning, and another prompt replaces its prompt. Ten such prompts in a row, without a finished episode in
-            between, end the run. None ends it at the first failure.
+        tries: failures (errors or timeouts) of the environment after which an episode is given up with a warning, and
+            another prompt replaces its own. Ten such prompts without a finished episode in between end the run. None
+            ends it at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
         step_cut_turns: let the environment reward a turn that reached `max_tokens` (`Episode.step_cut`). False: such
             an episode ends with the rewards of its earlier turns.
@@ -303,7 +296,7 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
         return self._drop([conversation.request.id])
 
     def _release(self, conversation: Conversation) -> None:
-        """Starts closing the episode of a conversation, if there is one."""
+        """Starts closing a conversation's episode, if any."""
         episode = conversation.episode
         conversation.episode = None
         if episode is not None and episode is not self.environment:  # which `end` closes
@@ -329,7 +322,7 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
             self._tasks.shared.end(lambda: self._close(self.environment))
 
     def _receive(self, conversation: Conversation, completion: Completion) -> None:
-        """Adds a finished turn to its conversation, and passes it to the environment unless the episode is over."""
+        """Adds a finished turn, and passes it to the environment unless the episode is over."""
         conversation.add_sampled(completion, conversation.state)
         is_cut = completion.finish_reason != "stop"
         if is_cut and not self.step_cut_turns:

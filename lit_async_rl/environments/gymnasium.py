@@ -42,7 +42,7 @@ class GymnasiumEpisode(Episode):
             return self.env.step(completion)
 
     async def close(self) -> None:
-        """Closes the environment, if it has a `close`, after a step that still runs."""
+        """Closes the environment, after a step that still runs."""
         await in_thread(self._threads, self._close)
 
     def _close(self) -> None:
@@ -53,13 +53,12 @@ class GymnasiumEpisode(Episode):
 class GymnasiumEnvironment(Environment):
     """Gymnasium text environments created by a function, one per rollout.
 
-    The prompt's text must be the environment's first observation, as with `GymnasiumPrompts`, so that all rollouts of a
-    group start alike. The environment is reset with the seed in the prompt's metadata, and closed at the end of its
-    episode.
+    The prompt's text must be the first observation, as with `GymnasiumPrompts`, so that all rollouts of a group start
+    alike. The environment is reset with the seed in the prompt's metadata, and closed after its episode.
 
     Args:
         make: function that returns an environment for a prompt; a dotted path in YAML.
-        max_threads: largest number of concurrent calls; the wait of further calls counts towards `step_timeout_s`.
+        max_threads: concurrent calls; the wait of further ones counts towards `step_timeout_s`.
 
     Raises:
         ValueError: `max_threads` is not positive.

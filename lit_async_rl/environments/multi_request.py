@@ -1,8 +1,7 @@
 """Engines that make each sample from many requests of an inner engine: the life of an episode.
 
 Environments and agents are two kinds of *players*. An environment answers each turn of the policy, and its engine makes
-the next request of the answer (`EpisodeEngine`); an agent makes its requests itself (`AgentEngine`). All else is the
-same, and is here:
+the next request of the answer (`EpisodeEngine`); an agent makes its requests itself (`AgentEngine`). All else is here:
 
 ```
 submit -> _begin -> | a request in the inner engine -> _receive -> the player works -> the next request | -> _finish
@@ -10,9 +9,9 @@ submit -> _begin -> | a request in the inner engine -> _receive -> the player wo
                                             its failure -> _fail -> _begin_again, or _give_up
 ```
 
-Every episode ends in exactly one of `_finish`, `_fail`, `abort` and `close`, which mark it as over. What its player
-holds is released then, or after its task in the event loop (`_release`). A failed episode trains nothing: another one
-begins in its place.
+Every episode ends in exactly one of `_finish`, `_fail`, `abort` and `close`, which mark it as over. Then, or after its
+task in the event loop, `_release` frees what its player holds. A failed episode trains nothing: another one replaces
+it.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -51,16 +50,16 @@ LOCK_TIMEOUT_S = 1.0  # longest wait of `close` for a thread that submits
 
 @dataclass(eq=False)
 class PlayedSample:
-    """One sample of a request while it is played, in one of its tries. Guarded by the lock of its engine.
+    """One try of a sample of a request. Guarded by the lock of its engine.
 
     Attributes:
-        request: request of the outer engine.
+        request: of the outer engine.
         sample_index: which of its samples.
         num_failed: failed tries, this one included once it has failed.
-        is_over: whether it has finished, failed, or was dropped; its player's results are ignored then.
-        num_tasks: tasks of its player in the event loop: the end of one may overlap with the beginning of the next.
+        is_over: whether it finished, failed or was dropped; its player's results are then ignored.
+        num_tasks: tasks of its player in the event loop: one may still end as the next begins.
         in_engine: ids of its requests in the inner engine.
-        idle_since: `time.monotonic` when the last of them ended: its player works since then.
+        idle_since: `time.monotonic` when the last of them ended: its player has worked since.
     """
 
     request: GenerationRequest
@@ -86,7 +85,7 @@ class OpenRequest(Generic[S]):
     Attributes:
         request: the request.
         samples: samples that are not over.
-        num_lost: samples that were given up, without the others.
+        num_lost: samples that were given up alone.
     """
 
     request: GenerationRequest
@@ -98,7 +97,7 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
     """Plays samples in an event loop, each with as many requests to `engine` as it needs.
 
     Args:
-        engine: engine that generates the turns.
+        engine: generates the turns.
         policy: time limit and number of tries for an environment or agent.
         player: kind and name of the environment or agent, for messages.
 
@@ -142,7 +141,7 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
         return other
 
     def _use(self, engine: RolloutEngine, codec: TextCodec) -> None:
-        """Prepares for turns of an engine that is set up."""
+        """Prepares for an engine that is set up."""
         self._codec = codec
         self._ledger = RequestLedger(engine, codec.vocab_size)
 
@@ -206,12 +205,7 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
             self.engine.submit(first)
 
     def _register(self, request: GenerationRequest, owners: Mapping[int, S]) -> GenerationRequest:
-        """A request for the inner engine under an id of its own.
-
-        Args:
-            request: what is asked.
-            owners: sample that gets each of its completions.
-        """
+        """A request for the inner engine under its own id; `owners` get its completions by sample."""
         inner = replace(request, id=next(self._ids))
         self._in_engine[inner.id] = dict(owners)
         for sample in owners.values():
@@ -220,7 +214,7 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
         return inner
 
     def _take(self, completion: Completion) -> None:
-        """Passes a completion of the inner engine to the sample that asked for it."""
+        """Passes a completion to the sample that asked for it."""
         with self._lock:
             if not self._open_ledger.receive(completion):
                 return  # aborted
@@ -255,7 +249,7 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
 
     @abstractmethod
     def _begin(self, opened: OpenRequest[S]) -> list[GenerationRequest]:
-        """Begins all samples of a request, with the lock held; returns the inner requests that they begin with."""
+        """Begins all samples of a request, with the lock held; returns their first inner requests."""
 
     @abstractmethod
     def _begin_again(self, failed: S, pause_s: float) -> None:
@@ -263,14 +257,14 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
 
     @abstractmethod
     def _receive(self, sample: S, completion: Completion) -> None:
-        """Passes a sample a completion that it has asked for, with the lock held."""
+        """Passes a sample its completion, with the lock held."""
 
     @abstractmethod
     def _give_up(self, sample: S) -> list[int]:
-        """Leaves out what has failed in all tries, with the lock held; returns the inner requests to abort."""
+        """Leaves out what failed in all tries, with the lock held; returns the inner requests to abort."""
 
     def _keeps_prompt(self, sample: S) -> bool:
-        """Whether the prompt of a sample that is given up goes on with its other samples."""
+        """Whether a sample's prompt goes on with the others if the sample is given up."""
         return False
 
     def _release(self, sample: S) -> None:
@@ -285,7 +279,7 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
     def running(self) -> list[S]:
         """Samples that are not over.
 
-        Without the lock, which a thread that hangs in the inner engine may hold: their players must still be watched.
+        Takes no lock, which a thread that hangs in the inner engine may hold: players must still be watched.
         """
         return [sample for opened in list(self._open.values()) for sample in list(opened.samples)]
 
@@ -297,7 +291,7 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
         return Work(name=self.player, num_calls=len(idle), oldest_s=oldest_s, policy=self.policy)
 
     def _play(self, sample: S, play: Callable[[], Coroutine[Any, Any, None]], pause_s: float = 0.0) -> None:
-        """Has the player of a sample work in the event loop, after a pause; called with the lock held."""
+        """Lets a sample's player work in the event loop, after a pause; called with the lock held."""
         sample.num_tasks += 1
         sample.idle_since = time.monotonic() + pause_s
         self._tasks.begin(sample, self._played(sample, play, pause_s), after=lambda: self._after_play(sample))
@@ -318,7 +312,7 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
                     self._break(error)
 
     def _break(self, error: Exception) -> None:
-        """Has `poll` raise an error; without the lock, which a thread that hangs in the inner engine may hold."""
+        """Makes `poll` raise an error; takes no lock, like `running`."""
         self._error = self._error or error
 
     def _after_play(self, sample: S) -> None:
@@ -411,7 +405,7 @@ class MultiRequestEngine(EngineWrapper, Generic[S]):
             self._tasks.close()
 
     def _try_to_end_all(self) -> None:
-        """Drops all requests; does nothing if another thread hangs in the inner engine with the lock held."""
+        """Drops all requests, unless another thread hangs in the inner engine with the lock held."""
         if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
             return
         try:

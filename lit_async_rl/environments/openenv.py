@@ -19,9 +19,9 @@ class OpenEnvServer:
     """A server with environments, one for each connection.
 
     Args:
-        url: address of the server.
+        url: of the server.
         text_field: field of an observation with the text for the policy.
-        api_key_env: name of the environment variable with a key that the server wants as `Authorization: Bearer`.
+        api_key_env: environment variable with a key that the server wants as `Authorization: Bearer`.
         timeout_s: limit of a connection, and of each answer.
 
     Raises:
@@ -42,7 +42,7 @@ class OpenEnvServer:
 
         Raises:
             ImportError: the package `openenv` is not installed.
-            ValueError: the environment variable of the key is not set any more.
+            ValueError: the key's environment variable is no longer set.
         """
         try:
             from openenv.core.generic_client import GenericEnvClient
@@ -72,7 +72,7 @@ class OpenEnvEnvironment(Environment):
     """Environments of an OpenEnv server, a connection for each rollout.
 
     The prompt's text must be the first observation, as with `OpenEnvPrompts`: a reset that gives another one is an
-    error. The server must allow as many sessions as there are rollouts at a time (`max_concurrent_envs`).
+    error. The server must allow as many sessions as there are concurrent rollouts (`max_concurrent_envs`).
 
     Args:
         url: see `OpenEnvServer`; likewise `text_field`, `api_key_env` and `timeout_s`.

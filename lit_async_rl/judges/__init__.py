@@ -1,7 +1,7 @@
-"""Rewards that ask a language model: judges behind a server, on an engine of their own, the policy, reward models.
+"""Rewards by language models: judges behind a server, on their own engine or the policy's, and reward models.
 
-Nothing outside imports this package: a reward is found by its name, and tells the rest by the methods in
-`lit_async_rl.rewards.hooks` what it needs.
+Nothing outside imports this package: a reward is found by name, and says what it needs by the methods in
+`lit_async_rl.rewards.hooks`.
 """
 
 import lazy_loader

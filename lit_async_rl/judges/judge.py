@@ -1,4 +1,4 @@
-"""A reward that asks a language model: `JudgeReward`, with its cache and its budget.
+"""A reward that asks a language model: `JudgeReward`, with cache and budget.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -6,8 +6,8 @@
 | caller of the reward (the scorer's event loop) | a verdict | the judge's event loop |
 | thread of a local model | questions | `ask`, `close` |
 
-The judge has its own event loop because several others call it: training, validation and direct callers share its
-permits, connections and budget.
+The judge has its own event loop because several others call it, and share its permits, connections and budget:
+training, validation and direct callers.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class BudgetError(RewardSetupError):
 class JudgeBudget:
     """Limits on the spending of a judge in a run, and its prices. None is no limit.
 
-    Checkpoints save the spending, and a resumed run continues from there. Requests in flight when a limit is reached
-    still complete, and may exceed it.
+    A resumed run continues from the spending in its checkpoint. Requests in flight when a limit is reached still
+    complete, and may exceed it.
 
     Args:
         calls: requests, failed ones included.
@@ -92,7 +92,7 @@ class JudgeBudget:
 
 
 class Account:
-    """Counts requests, tokens and verdicts of a judge, and enforces its budget.
+    """Counts a judge's requests, tokens and verdicts, and enforces its budget.
 
     Args:
         budget: limits and prices.
@@ -159,7 +159,7 @@ class Account:
 
 
 class VerdictCache:
-    """Verdicts keyed by a digest of everything they depend on; optionally backed by a file of JSON lines.
+    """Verdicts by a digest of all that they depend on, optionally backed by a file of JSON lines.
 
     The file holds digests and verdicts, but no text. Several processes may append to the same file.
     """
@@ -202,9 +202,9 @@ class VerdictCache:
 class JudgeReward(Rebuildable):
     """Asks a language model how good a completion is; the reward lies between 0 and 1.
 
-    The judge must end its answer with a line `VERDICT <mark>: <value>`, where the mark is random and new in each call:
-    see `judge_questions` for what completions that address the judge can do. An answer without such a line, such as a
-    refusal, is never a 0, unless `on_unreadable` says so.
+    The judge must end its answer with a line `VERDICT <mark>: <value>`, with a new random mark in each call: see
+    `judge_questions` for what completions that address the judge can do. An answer without such a line, such as a
+    refusal, is a 0 only if `on_unreadable` says so.
 
     Example:
         ```python
@@ -219,19 +219,18 @@ class JudgeReward(Rebuildable):
     | `reference` | prompt, completion, `prompt.answer` | the same |
     | `pairwise` | prompt, two completions of its group | the mean over the pairs of 1 (better), 0.5 (tie) and 0 |
 
-    Each pair is asked in both orders, since judges prefer the first (or the second) response. Held-out completions
-    have no group: there `pairwise` compares with `prompt.answer`.
+    Each pair is asked in both orders, since judges prefer the first (or second) response. Held-out completions have no
+    group: `pairwise` compares them with `prompt.answer`.
 
     Args:
         model: name that the endpoint knows; with an `engine` a Hugging Face name or folder; None for the policy.
         base_url: of an OpenAI-compatible endpoint, such as `https://api.openai.com/v1`.
-        engine: in place of `base_url`: an engine that runs the model here, beside the policy's, such as
-            `EmbeddedEngine()`; its weights stay fixed, even if `model` is the base model of the training. Or
-            `policy`: the policy in training judges with its newest weights, on the engine that samples its rollouts,
-            which must update weights in flight. Its answers take no slot of the staleness bound, are not trained on,
-            and are not kept, because the next version may judge otherwise.
-        api_key_env: name of the environment variable with the endpoint's key; None sends none. The key is read from
-            there, and written nowhere.
+        engine: in place of `base_url`: an engine for the model, beside the policy's, such as `EmbeddedEngine()`; its
+            weights stay fixed, even if `model` is the base model of the training. Or `policy`: the policy in training
+            judges with its newest weights, on the engine that samples its rollouts, which must update weights in
+            flight. Its answers take no slot of the staleness bound, and are neither trained on nor kept, because the
+            next version may judge otherwise.
+        api_key_env: environment variable with the endpoint's key, which is written nowhere; None sends none.
         mode: see above.
         criteria: question about the completion, in place of the mode's own.
         scale: lowest and highest grade.
@@ -239,8 +238,8 @@ class JudgeReward(Rebuildable):
         aggregate: `mean` or `median` of the readable ones.
         temperature: of the judge; None leaves it to the endpoint.
         max_tokens: of an answer, reasoning included.
-        max_opponents: with `pairwise`, number of completions that each one is compared with, its neighbours in a ring;
-            even. None is all of the group of G, which takes G (G - 1) requests for each of the `num_samples`.
+        max_opponents: with `pairwise`, number of completions to compare each one with, its neighbours in a ring; even.
+            None is all of the group of G, which takes G (G - 1) requests for each of the `num_samples`.
         on_unreadable: result without a readable answer: `error` (a failed try, see `data.scoring.tries`), `none` (the
             reward does not apply), `fallback`, or a number.
         on_failure: result when all tries have failed.
@@ -249,7 +248,7 @@ class JudgeReward(Rebuildable):
         limits: of calls and time.
         budget: prices and spending limits.
         cache: store of readable verdicts by content: `run` (a file in the run's folder, if it has one), the path of a
-            file, or None, which keeps them in memory. Those of the policy are not kept.
+            file, or None, which keeps them in memory.
         request: further fields of each request to an endpoint, such as `reasoning_effort`.
         name: prefix of its metrics and of its cache file.
 
@@ -380,7 +379,7 @@ class JudgeReward(Rebuildable):
 
     @property
     def call_timeout_s(self) -> float:
-        """Time limit of one question; must be less than `data.scoring.timeout_s`."""
+        """Time limit of one question; see `JudgeLimits`."""
         return self._limits.timeout_s
 
     async def __call__(self, prompt: Prompt, completion: str, begun: Callable[[], None] = lambda: None) -> float | None:
@@ -389,7 +388,7 @@ class JudgeReward(Rebuildable):
         Args:
             prompt: with `answer` in the modes `reference` and `pairwise`.
             completion: text to judge.
-            begun: called from another thread once a question has its permit, and when it was answered.
+            begun: called from another thread when a question gets its permit, and when it is answered.
 
         Raises:
             FinalRewardError: no answer was obtained.
@@ -399,7 +398,7 @@ class JudgeReward(Rebuildable):
 
     @property
     def score_group(self) -> Callable[..., Awaitable[list[float | None]]] | None:
-        """Rewards of all completions of a prompt with `pairwise`; None in other modes. See `Scorer`."""
+        """Rewards of all completions of a prompt with `pairwise`, else None; see `Scorer`."""
         return self._score_group if self.mode == "pairwise" else None
 
     async def _score_group(
@@ -423,11 +422,11 @@ class JudgeReward(Rebuildable):
 
     @property
     def concurrency_setting(self) -> tuple[str, int]:
-        """Name and value of the argument that limits how many answers are asked for at a time."""
+        """Name and value of the argument that limits concurrent questions."""
         return "limits.max_concurrent", self.max_concurrent
 
     def use_policy(self, producer: Producer | None) -> None:
-        """Asks the policy on the engine of this producer from now on; None ends that, at the end of a fit."""
+        """Asks the policy on this producer's engine from now on; None, at the end of a fit, ends that."""
         if not isinstance(self._asked, PolicyModel):
             return
         before = self._asked.policy
@@ -454,7 +453,7 @@ class JudgeReward(Rebuildable):
             self._account.spent[name] = int(state.get(name, 0))
 
     def close(self) -> None:
-        """Cancels pending questions, closes connections or model, and ends all threads; a later call reopens them."""
+        """Cancels questions, closes connections or model, and ends all threads; a later call reopens them."""
         with self._lock:
             loop = self._loop
             self._loop = None
@@ -584,11 +583,7 @@ class JudgeReward(Rebuildable):
         await asyncio.shield(self._opening)
 
     async def _substitute(self, error: FinalRewardError | None, prompt: Prompt, completion: str) -> float | None:
-        """Fallback score when no verdict was obtained; `error` is None if no answer could be read.
-
-        Raises:
-            FinalRewardError: the setting for this case is `error`.
-        """
+        """Fallback score without a verdict; `error` is None if no answer could be read."""
         if error is None:
             name = "on_unreadable"
         elif isinstance(error, BudgetError):

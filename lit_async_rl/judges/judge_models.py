@@ -1,7 +1,7 @@
-"""Backends of a judge: a model behind an HTTP address (`Endpoint`), or in this process (`LocalModel`).
+"""Backends of a judge: a model behind an HTTP address (`Endpoint`) or in this process (`LocalModel`).
 
-Everything but the thread of `LocalModel` runs in the judge's event loop. Retries happen only here: a request that fails
-after its last try raises `FinalRewardError`, which `data.scoring.tries` does not retry.
+Everything but the thread of `LocalModel` runs in the judge's event loop. Only these retry: a request that fails in its
+last try raises `FinalRewardError`, which `data.scoring.tries` does not retry.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class JudgeLimits:
 
     Args:
         max_concurrent: concurrent requests, over all groups.
-        timeout_s: time limit of one question with all tries and pauses, from its first request on; must be less than
+        timeout_s: limit of one question with all tries and pauses, from its first request on; must be less than
             `data.scoring.timeout_s`.
-        request_timeout_s: time limit of one request.
-        tries: failed requests of one question. Retried are 408, 409, 425, 429 and 5xx, connections that fail, and
-            answers that are no chat completion. `data.scoring.tries` does not retry these. A 429 is no failure of the
-            question, and counts towards `timeout_s` only.
-        backoff_s: upper limit of the random pause before the second request. Later pauses grow exponentially while
-            the endpoint answers nothing (1 to 2 times `backoff_s`, 3 to 4, 7 to 8), stay short while it answers other
-            questions, and are never shorter than its `Retry-After`. A pausing question holds no permit; after four
-            consecutive 429s all questions wait for `Retry-After`.
+        request_timeout_s: limit of one request.
+        tries: failed requests of one question. 408, 409, 425, 429, 5xx, failed connections and answers that are no chat
+            completion are retried, but not by `data.scoring.tries`. A 429 is no failure, and counts towards `timeout_s`
+            only.
+        backoff_s: upper limit of the random pause before the second request. Later ones grow exponentially while the
+            endpoint answers nothing (1 to 2 times `backoff_s`, 3 to 4, 7 to 8), stay short while it answers other
+            questions, and are never below its `Retry-After`. A pausing question holds no permit; after four consecutive
+            429s all questions wait for `Retry-After`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -90,8 +90,8 @@ class Answer:
     Attributes:
         text: None for an answer without text, such as a refusal in a separate field.
         prompt_tokens: tokens read; None if the endpoint does not report them. Likewise `completion_tokens`.
-        is_cut: whether the token limit ended it, and it may still be within its reasoning.
-        latency_s: seconds of the request that it answers.
+        is_cut: whether the token limit ended it, perhaps within its reasoning.
+        latency_s: seconds of its request.
     """
 
     text: str | None
@@ -108,7 +108,7 @@ Asked = tuple[GenerationRequest, concurrent.futures.Future[Answer]]
 
 
 class ConcurrencyLimiter:
-    """Semaphore that serves the waiter with the lowest order first, and can be paused. Bound to one event loop.
+    """Semaphore that serves the lowest order first, and can be paused. Bound to one event loop.
 
     Args:
         max_concurrent: permits held at a time.
@@ -164,7 +164,7 @@ class ConcurrencyLimiter:
 
 
 class Permit:
-    """Permit of one question, given up during its pauses. Always release it.
+    """Permit of one question, given up in its pauses. Always release it.
 
     Args:
         limiter: shared by all questions of the judge.
@@ -212,7 +212,7 @@ class TransientError(Exception):
 class Endpoint:
     """Chat completions from an OpenAI-compatible endpoint, with retries.
 
-    The key is read from the environment when the connection pools are opened, and stored only in them.
+    The key is read from the environment when the connection pools open, and stored only there.
 
     Args:
         base_url: up to `/v1`.
@@ -325,14 +325,14 @@ class Endpoint:
         )
 
     def _pause_s(self, error: TransientError, num_requests: int) -> float:
-        """Grows with the requests of a question while the endpoint answers no other question either."""
+        """Grows with a question's requests while the endpoint answers no other question either."""
         backoff_s = self._limits.backoff_s
         doublings = min(num_requests, self._failures_in_row, MAX_DOUBLINGS) - 1
         growing_s = min(MAX_PAUSE_S, backoff_s * (2 ** max(0, doublings) - 1 + random.random()))
         return max(growing_s, error.retry_after_s + random.random() * backoff_s if error.retry_after_s else 0.0)
 
     def _note_failure(self, error: TransientError, permit: Permit) -> None:
-        """Counts a failure; pauses all questions for the `Retry-After` of an endpoint that refuses everything."""
+        """Counts a failure; pauses all questions for the `Retry-After` of an endpoint that refuses all."""
         self._failures_in_row += 1
         self._refusals_in_row = self._refusals_in_row + 1 if error.is_limited else 0
         if self._refusals_in_row >= MAX_REFUSALS and error.retry_after_s:
@@ -385,7 +385,7 @@ class Endpoint:
         return os.environ.get(self._api_key_env, "") if self._api_key_env else ""
 
     def _without_key(self, text: str) -> str:
-        """Redacts the key from a server's text: some endpoints repeat the key that they refuse."""
+        """Redacts the key from a server's text: some repeat the key that they refuse."""
         key = self._key()
         return text.replace(key, "***") if key else text
 
@@ -400,11 +400,7 @@ def retry_after_s(value: str) -> float:
 
 
 def _read_answer(content: bytes) -> Answer:
-    """Parses the answer from a chat completion.
-
-    Raises:
-        TransientError: the response is not a chat completion.
-    """
+    """Parses the answer from a chat completion; anything else is a `TransientError`."""
     try:
         found = json.loads(content)
         choice = found["choices"][0]
@@ -426,12 +422,12 @@ def _read_answer(content: bytes) -> Answer:
 
 
 def _number(value: Any) -> int | None:
-    """A token count; None for an invalid one: a negative count would refund budget."""
+    """A token count; None if invalid: a negative one would refund budget."""
     return value if isinstance(value, int) and value >= 0 else None
 
 
 def decoded_answer(codec: TextCodec, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Answer:
-    """The answer in a completion. An opening reasoning tag at the end of the prompt belongs to it."""
+    """The answer in a completion, with an opening reasoning tag at the end of the prompt."""
     end = codec.decode(prompt_ids[-MAX_TAG_TOKENS:])
     opening = re.search(r"<(?:\w+:)?think(?:ing)?>\s*\Z", end)
     text = ("" if opening is None else opening[0]) + codec.decode(completion_ids)
@@ -456,7 +452,7 @@ def request_of(
     Args:
         messages: the conversation.
         codec: of the model.
-        sampling: parameters for the answer, which ends at the latest where the context does.
+        sampling: for the answer, which ends at the latest where the context does.
         max_model_len: of the engine.
         number: of the request.
         who: name of the judge, for messages.
@@ -501,8 +497,8 @@ async def answer_of(future: concurrent.futures.Future[Answer], deadline: float, 
 class LocalModel:
     """A model on its own engine, in a thread; concurrent requests are decoded in one batch.
 
-    The policy's engine would not do: it belongs to the producer, changes its weights within completions, and is
-    replaced when it fails, together with everything it was sampling.
+    The policy's engine would not do: it changes its weights within completions, and is replaced when it fails, together
+    with all that it was sampling.
 
     Args:
         model: Hugging Face name or folder.
@@ -532,7 +528,7 @@ class LocalModel:
         self.special_tokens: tuple[str, ...] = ()
 
     async def open(self) -> None:
-        """Loads the model, unless it is loaded, and waits until it is.
+        """Loads the model, unless it is loaded.
 
         Raises:
             RewardSetupError: the model cannot be loaded.
@@ -617,7 +613,7 @@ def _taken(inbox: queue.SimpleQueue[Asked | None], wait: bool) -> list[Asked | N
 
 
 def resolve(future: concurrent.futures.Future[Answer], outcome: Answer | FinalRewardError) -> None:
-    """Sets the answer of a question, or its error."""
+    """Sets the answer or error of a question."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller gave up
         if isinstance(outcome, Answer):
             future.set_result(outcome)

@@ -6,10 +6,10 @@
 | thread of that loop, in `ask` and `abandon` of `PolicyQuestions` | the producer's lock | whoever holds it |
 | producer's thread, in `collect` | nothing: resolves a future | the engine |
 
-Answers are no rollouts: they take no slot of `Admission`, stand in no checkpoint, and nothing is trained on them. They
-go before waiting rollouts, as those of evaluations do, because a group that is already sampled waits for them; rollouts
-that run go on beside them. Each starts with the newest weights that the engine has taken, and an update within an
-answer does what it does within a rollout. The engine replaced, they are asked again.
+Answers are no rollouts: they take no slot of `Admission`, stand in no checkpoint, and are not trained on. They go
+before waiting rollouts, like evaluations, because a group that is already sampled waits for them; running rollouts go
+on beside them. Each starts with the newest weights that the engine has taken, and an update within an answer acts as
+within a rollout. A replaced engine's questions are asked again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_POLICY = (
 
 
 class NoPolicyError(RewardSetupError):
-    """No fit is running in this process, so there is no policy to ask."""
+    """No fit is running in this process: there is no policy to ask."""
 
     def __init__(self, message: str = NO_POLICY) -> None:  # scorers rebuild it with the prompt in the message
         super().__init__(message)
@@ -50,7 +50,7 @@ class PolicyModel:
 
     Args:
         sampling: parameters for the answers.
-        on_request: called before each request; may refuse it by raising.
+        on_request: see `Endpoint`.
 
     Attributes:
         policy: answers the questions; None outside a fit.
@@ -141,7 +141,7 @@ class PolicyQuestions:
                 raise FinalRewardError(f"{WHO} cannot be asked: {error}") from error
 
     def abandon(self, future: Answered) -> None:
-        """Takes a question back, if it has no answer yet."""
+        """Withdraws a question that has no answer yet."""
         with self._listener.changed:
             number = next((number for number, (_, asked) in self._open.items() if asked is future), None)
             if number is None:
@@ -159,13 +159,13 @@ class PolicyQuestions:
             resolve(future, decoded_answer(self._codec, request.prompt_ids, completion.token_ids))
 
     def lose(self, request_id: int, number: int | None = None) -> None:
-        """Files that the engine gave a question up, which has one answer only."""
+        """Files that the engine gave a question up."""
         _, future = self._open.pop(request_id, (None, None))
         if future is not None:
             resolve(future, FinalRewardError("the engine gave a question of the judge up"))
 
     def again(self) -> list[GenerationRequest]:
-        """The questions without an answer, for an engine that takes the place of another."""
+        """The unanswered questions, for an engine that replaces another."""
         return [request for request, _ in self._open.values()]
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class PolicyQuestions:
 
 
 def questions_of(producer: Producer) -> PolicyQuestions:
-    """The questions to the engine of a producer, the same ones for all judges of its reward."""
+    """The questions to a producer's engine, the same for all judges of its reward."""
     owner = producer.owners.of(FIRST_QUESTION_ID)
     if not isinstance(owner, PolicyQuestions):
         owner = PolicyQuestions(producer.listener, producer.book.codec.model)

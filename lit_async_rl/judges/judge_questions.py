@@ -1,10 +1,10 @@
 """Prompts for a judge, and parsing of its verdicts.
 
-The model in training writes the completions and learns to write whatever earns a reward: instructions to the judge, a
-verdict of its own, a closing delimiter or end of a chat turn. So each call draws a random mark, after the completion
-was written. Lines with the mark enclose the texts, and only a verdict with the mark counts. Tokens that structure
-conversations (`<|im_end|>`) are broken up by a zero-width space, because servers and tokenizers interpret them in
-quoted text, too. None of this makes a judge immune to persuasion.
+The model in training learns to write whatever earns a reward: instructions to the judge, a verdict of its own, a
+closing delimiter or end of a chat turn. So each call draws a random mark, after the completion was written. Lines with
+the mark enclose the texts, and only a verdict with the mark counts. A zero-width space breaks up tokens that structure
+conversations (`<|im_end|>`), because servers and tokenizers interpret them in quoted text, too. None of this makes a
+judge immune to persuasion.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Question:
     scale: tuple[float, float] = (0.0, 10.0)
 
     def key(self, settings: Mapping[str, object], sample: int) -> str:
-        """Digest of everything that a verdict depends on, except the mark."""
+        """Digest of all that a verdict depends on, but the mark."""
         content = [SYSTEM, self.criteria, self.task, self.responses, self.reference, self.scale, dict(settings), sample]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -75,7 +75,7 @@ class Question:
                 return mark
 
     def messages(self, mark: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The conversation for a judge, with the usual control tokens and `special_tokens` broken up."""
+        """The conversation for a judge, with usual control tokens and `special_tokens` broken up."""
 
         def quoted(name: str, text: str) -> str:
             return f"BEGIN {name} {mark}\n{defused(text, special_tokens)}\nEND {name} {mark}"
@@ -99,8 +99,8 @@ class Question:
     def read(self, answer: str | None, mark: str, is_cut: bool = False) -> float | None:
         """The verdict, between 0 and 1: the grade within the scale, or 1, 0.5 or 0 for A, a tie or B.
 
-        The last correctly formatted line after the reasoning counts; None if there is none or its value is invalid.
-        An answer that `is_cut` without the end of its reasoning must end with that line: it may be all reasoning.
+        The last well-formed line after the reasoning counts; None if there is none or its value is invalid. An answer
+        that `is_cut` without the end of its reasoning must end with that line: it may be all reasoning.
         """
         answer = answer or ""
         said = without_reasoning(answer)
@@ -126,7 +126,7 @@ def without_reasoning(answer: str) -> str:
 
 
 def defused(text: str, special_tokens: Sequence[str] = ()) -> str:
-    """Breaks up tokens that structure a conversation, with a zero-width space after their first character."""
+    """Breaks up tokens that structure a conversation by a zero-width space after their first character."""
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
     text = CONTROL.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
     for token in special_tokens:

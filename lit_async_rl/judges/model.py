@@ -58,8 +58,8 @@ class _Waiting:
 class RewardModel(Rebuildable):
     """The logit of a Hugging Face sequence classifier for prompt and completion.
 
-    Completions that wait at the same time are scored in one forward pass. It rounds differently in batches of other
-    sizes, by about 1e-6 in float32: with `batch_size` 1 equal completions have equal rewards to the bit.
+    Completions that wait at the same time share a forward pass, which rounds differently in batches of other sizes, by
+    about 1e-6 in float32: with `batch_size` 1 equal completions have equal rewards to the bit.
 
     Example:
         ```python
@@ -76,10 +76,10 @@ class RewardModel(Rebuildable):
         device: `auto` is the first accelerator, or the CPU.
         dtype: of weights and computation.
         batch_size: completions of one forward pass.
-        max_wait_s: seconds for which the first completion of a batch waits for others.
+        max_wait_s: seconds that the first completion of a batch waits for others.
         max_length: tokens of prompt and completion; None is the model's own limit.
-        form: how they are put together. `chat`: as a conversation, by the model's chat template; `joined`: as one
-            text; `pair`: as the two texts of a cross-encoder; `auto`: `chat` for prompts of messages, else `joined`.
+        form: how they are put together. `chat`: by the model's chat template; `joined`: as one text; `pair`: as the two
+            texts of a cross-encoder; `auto`: `chat` for prompts of messages, else `joined`.
         on_too_long: result for a longer text: `error` (a failed completion, see `data.scoring.tries`), `none` (the
             reward does not apply), or a number.
         num_threads: torch threads on a CPU; None leaves it alone.
@@ -142,7 +142,7 @@ class RewardModel(Rebuildable):
         self._latencies: deque[float] = deque(maxlen=RECENT)
 
     async def __call__(self, prompt: Prompt, completion: str, begun: Callable[[], None] = lambda: None) -> float | None:
-        """Reward of one completion; None if it is too long and the setting for that is None.
+        """Reward of one completion; None if it is too long and `on_too_long` is `none`.
 
         Args:
             prompt: text or messages.
@@ -179,7 +179,7 @@ class RewardModel(Rebuildable):
         return self._batch_size
 
     def metrics(self) -> dict[str, float]:
-        """Totals so far, the mean size of a batch, and the latency of recent completions."""
+        """Totals so far, mean batch size, and latency of recent completions."""
         found = {
             f"{self._name}/num_scored": float(self._num_scored),
             f"{self._name}/num_too_long": float(self._num_too_long),
@@ -305,9 +305,8 @@ def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
 def _logits(model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
     """The logit of each row of token ids, padded on the right to the longest.
 
-    Decoders score the last token that is not the padding token. Where the levels of the configuration (a composite one
-    has one of its text model) name none, or not the same, one that is in no row takes its place for this batch, so that
-    a row has the same logit as alone.
+    Decoders score the last token that is not padding. If the configuration and that of its text model name none, or
+    different ones, a token that is in no row replaces it for this batch, so a row has the same logit as alone.
     """
     width = max(map(len, rows))
     levels = (model.config, model.config.get_text_config())  # of which classifiers read either; often the same

@@ -32,8 +32,7 @@ class ServerTeacher(Teacher):
     Args:
         base_url: such as `http://127.0.0.1:8000/v1`.
         model: as the server calls it.
-        tokenizer: Hugging Face name or folder with the teacher's tokenizer, which is compared with the student's; None
-            is `model`.
+        tokenizer: Hugging Face name or folder of the teacher's tokenizer, compared with the student's; None is `model`.
         api_key_env: environment variable with the key; empty is none.
         timeout_s: of one micro-batch.
         max_concurrent: requests at a time.
@@ -128,11 +127,7 @@ class _OpenServerTeacher(RemoteTeacher):
         return found
 
     def _check_texts(self, texts: Mapping[int, str | None]) -> None:
-        """Checks that most tokens are the same text on the server; some are written differently by themselves.
-
-        Raises:
-            EngineError: they are not.
-        """
+        """Checks that most tokens are the same text on the server; some are written differently by themselves."""
         own = {token: str(self._tokenizer.decode([token])) for token, text in texts.items() if text}
         other = [token for token, text in own.items() if text.strip() != str(texts[token]).strip()]
         if 2 * len(other) > len(own):

@@ -1,7 +1,7 @@
 """Simulated engine: slots are occupied for random times, without model or computation.
 
-The gain from asynchrony depends on the distribution of completion times. Here the distribution is a setting, and the
-gain can be measured on any machine, because waiting needs no cores.
+The gain from asynchrony depends on the distribution of completion times. Here that is a setting, and any machine can
+measure the gain, because waiting needs no cores.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def _partial(sample: _Sample, now: float) -> Completion:
 class SimulatedEngine(RolloutEngine):
     """Engine with `num_slots` slots in FIFO order; a sample repeats the last token of its prompt.
 
-    Tokens are tagged with the newest version at the time of submission, the oldest that `RolloutEngine` allows. Stop
-    strings are ignored: the latency determines the length of a sample.
+    Tokens have the newest version at submission, the oldest that `RolloutEngine` allows. Stop strings are ignored: the
+    latency determines a sample's length.
 
     Args:
         latency: seconds that a sample occupies a slot.
         num_slots: samples generated concurrently.
-        environment: additional seconds until a sample is returned after leaving its slot (tools, a sandbox); None is 0.
+        environment: further seconds until a sample is returned (tools, a sandbox), outside of its slot; None is 0.
         in_flight_weight_updates: False: the requests of one `submit` start only when all earlier ones are finished.
         load_s: seconds of a weight update.
         tokens_per_s: tokens of a sample per second of its latency, at most `sampling.max_tokens`.
         finish_reason: finish reason of all samples; `stop` lets an environment respond.
-        seed: seed of the latencies.
+        seed: of the latencies.
     """
 
     has_model = False
@@ -159,7 +159,7 @@ class SimulatedEngine(RolloutEngine):
             heapq.heapify(self._samples)
 
     def partial_completions(self) -> list[Completion]:
-        """Tokens of running samples in proportion to the time elapsed."""
+        """Tokens of running samples in proportion to elapsed time."""
         with self._changed:
             now = time.monotonic()
             return [_partial(sample, now) for _, _, sample in self._samples if sample.begin < now]

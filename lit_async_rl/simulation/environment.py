@@ -11,14 +11,14 @@ from lit_async_rl.simulation.latency import Latency
 
 
 class Delayed(Environment):
-    """Adds a random delay to another environment's responses: simulates slow tools.
+    """Adds random delays to another environment's responses, like slow tools.
 
-    A response that ends the episode is not delayed, because it only contains the reward.
+    A response that ends the episode is not delayed: it has only the reward.
 
     Args:
-        environment: environment to delay.
+        environment: to delay.
         latency: additional seconds per response; None is 0.
-        seed: seed of the latencies.
+        seed: of the latencies.
     """
 
     def __init__(self, environment: Environment, latency: Latency | None = None, seed: int = 0) -> None:

@@ -1,11 +1,11 @@
-"""How many devices should train, and how many should sample? Predicted in virtual time, before a cluster is rented.
+"""How many devices should train, and how many sample? Predicted in virtual time, before renting a cluster.
 
 An optimizer step costs `train_s` on one trainer device, and its samples occupy slots of replicas for log-normal times.
-`VirtualRun` plays steps with the admission rule that a run uses, so that the prediction knows the staleness bound, the
-tail of the lengths and the groups that wait for their last sample. Thousands of replicas take seconds.
+`VirtualRun` plays steps with a run's admission rule, so the prediction knows the staleness bound, the tail of the
+lengths and groups that wait for their last sample. Thousands of replicas take seconds.
 
-Not in the model: communication between trainer devices beyond `efficiency`, prefixes that an engine shares, and rewards
-or tools that are slower than sampling.
+Not modelled: communication between trainer devices beyond `efficiency`, prefixes that an engine shares, and rewards or
+tools slower than sampling.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MEASURED_STEPS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Cost of an optimizer step, measured in a run or from a formula.
+    """Cost of an optimizer step, measured or from a formula.
 
     Attributes:
         train_s: seconds of training on one trainer device.
-        sample_s: mean seconds that a sample occupies a slot of a replica whose slots are all in use.
+        sample_s: mean seconds that a sample occupies a slot of a full replica.
         num_slots: samples that a replica generates concurrently.
         groups_per_step: groups of an optimizer step.
         group_size: samples of a group.
         sync_s: seconds in which the trainer pauses to publish weights.
         spread: standard deviation of the logarithm of a sample's time, before the cut.
         longest: longest time of a sample, in means: `sampling.max_tokens` over the mean length. A step may wait for its
-            longest sample, so this is what a high bound helps against.
-        efficiency: share of the speed that trainer devices keep each time their number doubles.
+            longest sample, against which a high bound helps.
+        efficiency: share of speed that trainer devices keep each time their number doubles.
 
     Raises:
         ValueError: a setting is out of range.
@@ -76,7 +76,7 @@ class StepCost:
         return self.train_s / speed + self.sync_s
 
     def sampling_s(self, replicas: int) -> float:
-        """Seconds in which this many replicas, always full, generate the samples of a step."""
+        """Seconds in which so many full replicas generate the samples of a step."""
         return self.groups_per_step * self.group_size * self.sample_s / (self.num_slots * replicas)
 
 
@@ -90,7 +90,7 @@ class Prediction:
         max_staleness: bound in versions.
         steps: totals of the measured steps, in virtual seconds; `engine_busy_s` is the mean over all slots.
         num_steps: number of measured steps.
-        staleness: mean age of the data in versions.
+        staleness: mean age of data in versions.
     """
 
     trainer_devices: int
@@ -109,7 +109,7 @@ class Prediction:
 def predict(
     cost: StepCost, *, trainer_devices: int, replicas: int, max_staleness: int, num_steps: int = MEASURED_STEPS
 ) -> Prediction:
-    """Plays steps in virtual time, after `WARMUP_STEPS` that are not counted."""
+    """Plays steps in virtual time, after `WARMUP_STEPS` uncounted ones."""
     run = VirtualRun(
         Admission(cost.groups_per_step, max_staleness),
         CutLogNormal(cost.sample_s, cost.spread, longest_s=cost.longest * cost.sample_s),
@@ -133,11 +133,11 @@ def predict(
 
 
 def splits(cost: StepCost, *, devices: int, replica_devices: int = 1, max_staleness: int) -> list[Prediction]:
-    """Predictions for the splits that could be the fastest, by number of trainer devices.
+    """Predictions for splits that could be fastest, by number of trainer devices.
 
     Args:
         cost: of a step.
-        devices: devices to divide.
+        devices: to divide.
         replica_devices: devices of one replica, as with tensor parallelism.
         max_staleness: bound in versions.
 
@@ -166,7 +166,7 @@ def fastest(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def lowest_bound(cost: StepCost, *, trainer_devices: int, replicas: int) -> Prediction:
-    """The prediction with the lowest bound of `BOUNDS` whose steps are at most `TOLERANCE` slower than the fastest."""
+    """The prediction with the lowest bound of `BOUNDS` that is at most `TOLERANCE` slower than the fastest."""
     found = [predict(cost, trainer_devices=trainer_devices, replicas=replicas, max_staleness=bound) for bound in BOUNDS]
     limit_s = (1 + TOLERANCE) * fastest(found).step_s
     return next(prediction for prediction in found if prediction.step_s <= limit_s)
@@ -177,7 +177,7 @@ def lowest_bound(cost: StepCost, *, trainer_devices: int, replicas: int) -> Pred
 
 @dataclass(frozen=True)
 class Device:
-    """Peak of dense bfloat16 products in FLOP/s, and the memory's bandwidth in B/s and size in bytes, by data sheet."""
+    """Peak of dense bfloat16 products in FLOP/s, memory bandwidth in B/s and size in bytes, by data sheet."""
 
     flops: float
     bandwidth: float
@@ -227,8 +227,8 @@ def cost_by_formula(
 ) -> StepCost:
     """Cost of a step with bfloat16 weights.
 
-    Training takes 6 FLOPs per parameter and token. A step of decoding reads weights and caches once, or computes 2
-    FLOPs per parameter and slot, whichever takes longer. Shares of the peak are the constants of this module.
+    Training takes 6 FLOPs per parameter and token. A decode step reads weights and caches once, or computes 2 FLOPs per
+    parameter and slot, whichever takes longer. Shares of the peak are constants of this module.
 
     Args:
         size: of the model.
@@ -236,10 +236,10 @@ def cost_by_formula(
         prompt_tokens: mean length of a prompt.
         completion_tokens: mean length of a completion.
         max_tokens: longest completion.
-        num_slots: samples that a replica generates concurrently.
-        groups_per_step: groups of an optimizer step.
-        group_size: samples of a group.
-        replica_devices: devices that share the work of one replica.
+        num_slots: see `StepCost`.
+        groups_per_step: see `StepCost`.
+        group_size: see `StepCost`.
+        replica_devices: devices of one replica.
         spread: see `StepCost`.
         efficiency: see `StepCost`.
     """

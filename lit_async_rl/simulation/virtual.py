@@ -1,7 +1,7 @@
 """Discrete-event simulation of an `Admission`: ten thousand concurrent rollouts in a second, without threads.
 
-Events are the ends of samples and of training. Used to test the guarantees of an `Admission` under random latencies,
-and to estimate its cost before a run.
+Events are the ends of samples and of training. Tests the guarantees of an `Admission` under random latencies, and
+estimates its cost before a run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class VirtualTrace:
     """Trace of a run.
 
     Attributes:
-        trained: (index, round of admission, round of training) of each group trained on.
-        max_rollouts: maximum number of samples queued or being sampled.
-        max_groups: maximum number of groups admitted and not trained on in an earlier round.
-        num_admitted: cumulative number of groups admitted at the start of each round.
-        num_lost: number of groups dropped.
+        trained: (index, round of admission, round of training) of each trained group.
+        max_rollouts: most samples queued or being sampled.
+        max_groups: most groups admitted and not trained on in an earlier round.
+        num_admitted: groups admitted by the start of each round.
+        num_lost: groups dropped.
         wall_s: virtual seconds of the run.
         wait_s: seconds in which the trainer waited for a group.
-        slots_busy_s: slot-seconds in which samples were generated, over all slots.
+        slots_busy_s: seconds of generation, summed over all slots.
     """
 
     trained: list[tuple[int, int, int]] = field(default_factory=list)
@@ -56,8 +56,8 @@ class VirtualRun:
         num_slots: samples generated concurrently.
         train_s: seconds of training on the groups of a round.
         group_size: samples per group.
-        streams: train on each group when it is taken, not on all at the end.
-        seed: seed of the latencies.
+        streams: train on each group as it is taken, not on all at the end.
+        seed: of the latencies.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class VirtualRun:
         return self.trace
 
     def totals(self, num_rounds: int) -> Intervals:
-        """Totals since the beginning, after this many further rounds; the engine's are the mean over its slots."""
+        """Totals after this many further rounds, since the beginning; the engine's are means over its slots."""
         trace = self.run(num_rounds)
         busy_s = trace.slots_busy_s / self.num_slots
         return Intervals(wall_s=trace.wall_s, wait_s=trace.wait_s, sync_s=0.0, engine_busy_s=busy_s)

@@ -20,7 +20,7 @@ class Addition(SplitPrompts):
         num_digits: largest number of digits of each summand.
         size: number of problems, drawn with repetition.
         split: training or held-out set, which are disjoint.
-        seed: seed of the problems.
+        seed: of the problems.
 
     Raises:
         ValueError: a setting is not positive.
@@ -45,7 +45,7 @@ class Addition(SplitPrompts):
 class MentalArithmetic(PromptSource):
     """Chat prompts such as `What is 7 x 8? Answer with just the number.`, for the reward `last_number`.
 
-    Each problem occurs once. All problems of the same numbers (a and b in either order) belong to the same split.
+    Each problem occurs once. Problems of the same numbers (a and b in either order) belong to the same split.
 
     | kind | problems |
     |---|---|
@@ -59,10 +59,10 @@ class MentalArithmetic(PromptSource):
         largest: largest number of sums and differences.
         split: training or held-out set, which are disjoint.
         largest_factor: largest number of products.
-        kinds: kinds of problems.
+        kinds: of problems.
         held_out: share of held-out problems.
         smallest_factor: smallest number of products.
-        worked: answers are `7 x 8 = 56` in place of `56`: demonstrations for fine-tuning.
+        worked: answers are `7 x 8 = 56`, not `56`: demonstrations for fine-tuning.
 
     Raises:
         ValueError: a number is too small, a kind is unknown, or `held_out` is not between 0 and 1.

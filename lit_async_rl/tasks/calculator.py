@@ -44,7 +44,7 @@ class Calculator(Environment):
 
 
 class CalculatorEpisode(Episode):
-    """Episode of one sum, with a limited number of calculator calls."""
+    """Episode of one sum, with limited calculator calls."""
 
     def __init__(self, prompt: Prompt, latency_s: float, calls_left: int) -> None:
         self.prompt = prompt

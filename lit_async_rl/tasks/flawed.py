@@ -12,15 +12,15 @@ from lit_async_rl.utils.checks import check_range
 
 
 class FlawedAnswers(PromptSource):
-    """Prompts whose answers are sometimes written backwards, with some characters replaced by random digits.
+    """Prompts with some answers backwards, and some characters replaced by random digits.
 
-    A policy that imitates them perfectly writes an answer of n characters correctly with probability
-    (1 - reversed) (1 - 0.9 noise)^n: a random digit may be the correct one.
+    A perfect imitator writes an answer of n characters correctly with probability (1 - reversed) (1 - 0.9 noise)^n: a
+    random digit may be the correct one.
 
     Args:
         prompts: with correct answers.
-        reversed: share of answers that are written backwards.
-        noise: share of characters that are replaced.
+        reversed: share of answers written backwards.
+        noise: share of characters replaced.
         seed: of the flaws.
 
     Raises:

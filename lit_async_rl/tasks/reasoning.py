@@ -19,14 +19,14 @@ from lit_async_rl.utils.checks import check_range
 class ReasoningGym(SplitPrompts):
     """Problems of one `reasoning-gym` task, for use with `ReasoningGymReward`.
 
-    The library seeds problem i with seed + i, so its seeds 0 and 1 share all problems but one. Here training and
-    held-out problems never share a question.
+    The library seeds problem i with seed + i, so seeds 0 and 1 share all problems but one. Here training and held-out
+    problems never share a question.
 
     Args:
         task: name of the task, for example `chain_sum`.
         size: number of problems.
         split: training or held-out set, which are disjoint.
-        seed: seed of the problems.
+        seed: of the problems.
         template: text around the question, with the placeholder `{prompt}`.
         config: settings of the task.
 
@@ -76,8 +76,8 @@ class ReasoningGymReward:
     Args:
         answer_tag: with `answer`, score only the text between the last `<answer>` and `</answer>`; a completion
             without the tag has reward 0. None scores the whole completion, stripped.
-        timeout_s: seconds per completion; a timeout gives reward 0. Some tasks execute the completion, so scoring runs
-            in a separate process.
+        timeout_s: seconds per completion; a timeout gives reward 0. Scoring runs in a separate process, as some tasks
+            execute the completion.
 
     Raises:
         ModuleNotFoundError: the library is not installed.

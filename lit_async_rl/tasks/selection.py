@@ -15,8 +15,8 @@ KINDS = {"largest": max, "smallest": min}
 class PickNumber(SplitPrompts):
     """Chat prompts such as `Which is the largest of the numbers 80, 4, 55 and 97?`, for the reward `last_number`.
 
-    SmolLM2-135M-Instruct answers about every seventh sample rightly. With the defaults there are 180 million problems,
-    so that few are drawn twice; training and held-out ones never share a set of numbers.
+    SmolLM2-135M-Instruct answers about every seventh sample rightly. The defaults have 180 million problems, so few are
+    drawn twice; training and held-out ones never share a set of numbers.
 
     Args:
         num_numbers: length of the list.
@@ -24,7 +24,7 @@ class PickNumber(SplitPrompts):
         kinds: what is asked for, `largest` or `smallest`.
         size: number of problems.
         split: training or held-out set, which are disjoint.
-        seed: seed of the problems.
+        seed: of the problems.
 
     Raises:
         ValueError: a setting is out of range, or a kind is unknown.

@@ -1,4 +1,4 @@
-"""Sorting of digits, a task that a small model learns on a CPU in about a minute."""
+"""Sorting of digits, which a small model learns on a CPU in about a minute."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class SortDigits(SplitPrompts):
         num_digits: length of the string.
         size: number of problems, drawn with repetition.
         split: training or held-out set, which are disjoint.
-        seed: seed of the problems.
+        seed: of the problems.
         min_digits: smallest length; lengths are uniform from there to `num_digits`. None is `num_digits`.
-        tail: exponent of a Pareto distribution of lengths from `min_digits` on, capped at `num_digits`: a few problems
-            are many times as long as most.
+        tail: exponent of a Pareto distribution of lengths from `min_digits`, capped at `num_digits`: a few problems are
+            many times longer than most.
 
     Raises:
         ValueError: there are fewer than two digits, `min_digits` is above `num_digits`, or size or tail not positive.

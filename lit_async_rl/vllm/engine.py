@@ -6,8 +6,8 @@
 | `load_weights` (trainer's thread) | vLLM's processes; without in-flight updates all requests first | the same |
 | the loop's thread | vLLM's sockets, calls from other threads | asyncio |
 
-Every wait has a timeout. An error in the loop's thread or in vLLM's processes is raised by the next call from another
-thread, and the engine is stopped: it never samples from half-loaded weights.
+Every wait has a timeout. After an error in the loop's thread or in vLLM's processes, the next call from another thread
+raises it, and the engine is stopped: it never samples from half-loaded weights.
 """
 
 from __future__ import annotations
@@ -37,37 +37,36 @@ from lit_async_rl.vllm.weight_transfer import WeightTransfer
 class VLLMEngine(RolloutEngine):
     """Samples with vLLM (0.32 or newer) in child processes of the trainer.
 
-    `clear_cache` selects the treatment of running completions when weights change. False: they keep their KV cache, as
-    in PipelineRL (Piche et al. 2025, arXiv:2509.19128); no work is lost. True: vLLM recomputes it with the new weights,
-    as if the new policy had generated the text so far. The recorded log-probabilities are those of the sampling
-    distribution either way. A sample never reads its prompt from a KV cache of older weights than the version of its
-    first token.
+    When weights change, running completions keep their KV cache, as in PipelineRL (Piche et al. 2025,
+    arXiv:2509.19128), and no work is lost. With `clear_cache` vLLM recomputes it with the new weights, as if the new
+    policy had generated the text so far. Recorded log-probabilities are those of the sampling distribution either way.
+    A sample never reads its prompt from a KV cache of older weights than the version of its first token.
 
     Not bit-reproducible: the composition of batches depends on timing.
 
     Args:
         in_flight_weight_updates: False: running requests finish under the old weights before an update.
-        clear_cache: recompute the KV cache of running completions after an update, see above.
-        transfer: transfer of weights to vLLM's processes; None is `SharedMemoryTransfer()`.
-        dtype: dtype of weights and computation; None is the dtype of the model's files.
+        clear_cache: recompute the KV cache of running completions after an update.
+        transfer: of weights to vLLM's processes; None is `SharedMemoryTransfer()`.
+        dtype: of weights and computation; None is that of the model's files.
         tensor_parallel_size: number of GPUs that share a model.
-        device_ids: GPUs to use; None takes the first. Set it if the trainer uses GPUs of the same machine.
-        gpu_memory_utilization: share of each GPU's memory for weights and KV cache; None is 0.9 with `device_ids`.
-            Without, when the trainer may use the same GPU, it is 0.4, or 0.6 if vLLM sleeps while the trainer trains.
+        device_ids: GPUs to use; None takes the first. Set it if the trainer uses the machine's GPUs, too.
+        gpu_memory_utilization: share of each GPU's memory for weights and KV cache; None is 0.9 with `device_ids`;
+            without, as the trainer may use the same GPU, 0.4, or 0.6 if vLLM sleeps meanwhile.
         kv_cache_memory_gb: GiB of KV cache, in place of that share; on a CPU None is 1.
         max_num_seqs: samples decoded together.
         max_model_len: maximum tokens of prompt and completion; None is the model's context length.
         enforce_eager: disables compilation and CUDA graphs; always on on a CPU.
         enable_prefix_caching: samples of a prompt share its KV cache.
-        seed: seed of vLLM's random number generator.
+        seed: of vLLM's random number generator.
         num_threads: threads of each worker on a CPU.
         startup_timeout_s: timeout of `setup`.
         update_timeout_s: timeout of each step of `load_weights`.
-        engine_args: other fields of vLLM's `AsyncEngineArgs`. Fields that would break the engine's guarantees are
-            refused, such as `speculative_config`, `logprobs_mode` and `load_format`.
+        engine_args: other fields of vLLM's `AsyncEngineArgs`, but none that would break the engine's guarantees, such
+            as `speculative_config`, `logprobs_mode` and `load_format`.
         sleep_level: whether vLLM frees its memory while a trainer on the same GPU trains, with `data.max_staleness` 0.
             0: no. 1: drops the KV cache, and moves the weights to host memory. 2: drops both until the next update, for
-            which requests submitted before it wait.
+            which new requests wait.
 
     Attributes:
         update_pauses_s: seconds without generation in each weight update.
@@ -230,7 +229,7 @@ class VLLMEngine(RolloutEngine):
         wait.until(self._book.wait_until_idle)
 
     def _update(self, version: int) -> float:
-        """Performs the update; returns the pause in seconds. vLLM stays paused after an error: weights may be mixed."""
+        """Performs the update; returns its pause in seconds. vLLM stays paused after an error: weights may be mixed."""
         began = time.monotonic()
         vllm = self._vllm
         # not `llm.pause_generation`, which adds a sleep of 20 ms that only affects the order of outputs
@@ -244,7 +243,7 @@ class VLLMEngine(RolloutEngine):
         return pause_s
 
     def sleep(self) -> None:
-        """Frees the memory of KV cache and weights until the next update, unless requests are running."""
+        """Frees memory of KV cache and weights until the next update, unless requests are running."""
         if self.sleep_level:
             self._sleep.begin(self._vllm, lambda: not self._book.num_running)
 
@@ -258,7 +257,7 @@ class VLLMEngine(RolloutEngine):
         return found
 
     def partial_completions(self) -> list[Completion]:
-        """Partial completions with a version per token, and finished ones that `poll` has not returned yet."""
+        """Partial completions, and finished ones that `poll` has not returned yet."""
         if self._vllm.is_dead:  # the checkpoint after a failure must still be saved
             return self._book.finished
         partial = self._vllm.call(self._runner.partial_completions(), "reading partial completions")
@@ -316,7 +315,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def num_running(self) -> int:
-        """Number of requests being generated, each of one or more samples."""
+        """Requests being generated, each of one or more samples."""
         return self._book.num_running
 
     @property

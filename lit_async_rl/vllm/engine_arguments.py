@@ -1,4 +1,4 @@
-"""Fields of vLLM's `AsyncEngineArgs`: those the engine sets, and those refused because they break its guarantees."""
+"""Fields of vLLM's `AsyncEngineArgs`: those the engine sets, and those that break its guarantees."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_engine_arguments(engine_args: Mapping[str, Any], settings: Mapping[str
 
 
 def engine_gpus(arguments: Mapping[str, Any]) -> list[int]:
-    """Numbers of the GPUs of an engine with these arguments: `device_ids`, or else the first ones."""
+    """Numbers of an engine's GPUs: `device_ids`, or else the first ones."""
     sizes = [arguments.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline", "data")]
     return list(arguments.get("device_ids") or range(math.prod(sizes)))
 

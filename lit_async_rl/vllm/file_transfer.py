@@ -30,19 +30,19 @@ class FileTransfer(WeightTransfer):
     """Safetensors files in a folder visible to trainer and workers; may be delivered several times.
 
     With `delta` only changes since the last update are written, compared bit by bit in `dtype`; with `model.lora` these
-    are the adapters, which each worker merges. Nothing is approximated: the resulting weights equal those of a full
-    update. The trainer and each worker keep a copy of the weights in host memory for the comparison.
+    are the adapters, which each worker merges. The resulting weights equal those of a full update. The trainer and each
+    worker keep a copy of the weights in host memory for the comparison.
 
     Args:
-        folder: folder of the files, created if missing. Each update has a subfolder, which is removed after use (after
-            `kill -9`, by the next run that uses the folder). None is the system's temporary folder. For engines on
-            other machines, a path on a shared file system.
-        shard_gb: maximum size of a file in GiB (at least one tensor), which is also the memory needed.
-        dtype: dtype of floating-point weights in the files, such as bfloat16 for an engine that computes in it; None
-            does not cast.
+        folder: of the files, created if missing; on a shared file system for engines on other machines. None is the
+            system's temporary folder. Each update has a subfolder, removed after use (after `kill -9`, by the next run
+            that uses the folder).
+        shard_gb: maximum size of a file in GiB (at least one tensor), and memory needed.
+        dtype: of floating-point weights in the files, such as bfloat16 for an engine that computes in it; None does not
+            cast.
         delta: write changes only.
-        preload: workers load new weights while they generate. Shortens pauses, and takes the memory of a second copy
-            meanwhile (on a GPU, host memory).
+        preload: workers load new weights while they generate. Shortens pauses, but takes memory for a second copy (on a
+            GPU, host memory).
 
     Raises:
         ValueError: `shard_gb` is not positive, or `dtype` is not a torch dtype.
@@ -122,7 +122,7 @@ class FileTransfer(WeightTransfer):
             yield from self._kept.encode(name, tensor.detach().to("cpu", dtype).contiguous()).items()
 
     def prepare(self, control: EngineControl) -> None:
-        """Makes every worker load the files beside the weights in use, and waits for them.
+        """Makes every worker load the files beside the weights in use, and waits.
 
         If a worker fails, it keeps its weights, and `deliver` makes all workers load full weights.
 
@@ -173,8 +173,7 @@ class FileTransfer(WeightTransfer):
 class SharedMemoryTransfer(FileTransfer):
     """Files in `/dev/shm`: trainer and engine on one machine, CPU or GPU. Needs space for one copy of the weights.
 
-    With less space, as in containers started without `--shm-size`, falls back to the system's temporary folder, with a
-    warning.
+    With less, as in containers without `--shm-size`, falls back to the system's temporary folder, with a warning.
 
     Args:
         shard_gb: as in `FileTransfer`.

@@ -1,10 +1,10 @@
 """GPU-to-GPU weight transfer through vLLM's own backends, see `lit_async_rl.vllm.weight_transfer`.
 
-Both use the packed trainer sides of vLLM 0.32 and 0.33: the tensors of a chunk travel as one buffer of bytes, because
-a handle or a broadcast for each parameter takes longer than the copies. Ours are the chunks, which bound memory, the
-time limits, and the check that all weights arrived. On a CPU, tests pass the chunks through vLLM's real senders and
-receivers with stand-ins for streams, handles and NCCL; neither class has been run on GPUs yet. `SharedMemoryTransfer`
-and `FileTransfer` are tested, and support GPU engines, too.
+Both use the packed trainer sides of vLLM 0.32 and 0.33: the tensors of a chunk travel as one buffer of bytes, because a
+handle or broadcast for each takes longer than the copies. Ours are the chunks, which bound memory, the time limits, and
+the check that all weights arrived. On a CPU, tests pass the chunks through vLLM's real senders and receivers with
+stand-ins for streams, handles and NCCL; neither class has been run on GPUs yet. `SharedMemoryTransfer` and
+`FileTransfer` are tested, and support GPUs, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INSECURE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 class _VLLMBackend(WeightTransfer):
-    """Base class: sends the weights in chunks while the engine is paused; they can be delivered once."""
+    """Base class: sends weights once, in chunks, while the engine is paused."""
 
     backend: str
     device = "cuda"
@@ -103,9 +103,9 @@ class _VLLMBackend(WeightTransfer):
 class IpcTransfer(_VLLMBackend):
     """vLLM's `ipc` backend: its worker reads the trainer's GPU memory. Trainer and engine share one GPU.
 
-    vLLM passes the memory handles as pickles between its own processes and requires VLLM_ALLOW_INSECURE_SERIALIZATION=1
-    for that. The variable is set for these processes and, until `close`, for the trainer, which receives their replies:
-    use this only with an engine that this trainer started.
+    vLLM passes the memory handles as pickles between its processes, for which it requires
+    VLLM_ALLOW_INSECURE_SERIALIZATION=1. The variable is set for them and, until `close`, for the trainer, which
+    receives their replies: use this only with an engine that this trainer started.
 
     Not run on a GPU yet.
 
@@ -186,7 +186,7 @@ class NcclTransfer(_VLLMBackend):
     Args:
         host: address of this machine for the workers.
         port: port of the rendezvous; 0 takes a free one.
-        chunk_gb: GiB sent at a time. Trainer and workers hold two copies of a chunk each; a larger tensor is a chunk.
+        chunk_gb: as in `IpcTransfer`.
         dtype: as in `FileTransfer`.
     """
 
@@ -271,7 +271,7 @@ class NcclTransfer(_VLLMBackend):
 
 
 def run_together(timeout_s: float, what: str, *calls: Callable[[], Any]) -> None:
-    """Runs calls that wait for each other in threads; the first error ends the wait for all of them.
+    """Runs calls that wait for each other in threads; the first error ends the wait for all.
 
     Raises:
         StalledError: they did not all return in time; threads that hang are abandoned.
@@ -295,7 +295,7 @@ def run_together(timeout_s: float, what: str, *calls: Callable[[], Any]) -> None
 
 
 def _flat(item: tuple[str, Tensor]) -> Tensor:
-    """The tensor with one dimension: newer senders cannot read a scalar as bytes."""
+    """The tensor in one dimension: newer senders cannot read a scalar as bytes."""
     return item[1].reshape(-1)
 
 

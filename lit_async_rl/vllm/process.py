@@ -1,4 +1,4 @@
-"""Runs vLLM's `AsyncLLM` in an event loop and thread of its own, with thread-safe calls."""
+"""Runs vLLM's `AsyncLLM` in its own event loop and thread, with thread-safe calls."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class VLLMProcess(EngineControl):
         return [child for child in new if child.name.startswith("EngineCore")]
 
     async def _boot(self) -> None:
-        """Starts vLLM, whose tasks belong to the running loop; blocks it meanwhile."""
+        """Starts vLLM with tasks in the running loop; blocks it meanwhile."""
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -90,7 +90,7 @@ class VLLMProcess(EngineControl):
 
     @property
     def death(self) -> str:
-        """Description of how its processes ended, with signal or status if known."""
+        """How its processes ended, with signal or status if known."""
         codes = {child.exitcode for child in self._children} - {None, 0}
         ends = ", ".join(end_reason(code) for code in sorted(codes))
         return f"its processes died{f' ({ends})' if ends else ''}; their own messages are above"
@@ -144,7 +144,7 @@ def start_vllm(
     startup_timeout_s: float,
     update_timeout_s: float,
 ) -> VLLMProcess:
-    """Starts vLLM and returns when it accepts requests; on a CPU with the settings it needs there.
+    """Starts vLLM, on a CPU with the settings it needs there; returns when it accepts requests.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
@@ -190,8 +190,8 @@ def check_head_size(model: str) -> None:
 def engine_environment(changes: Mapping[str, str], num_threads: int) -> Iterator[None]:
     """Context with the environment of the engine's processes; restores the trainer's afterwards.
 
-    Variables set by the user are kept, except those of a distributed launcher. vLLM also sets variables during its
-    start (LD_PRELOAD, LOCAL_WORLD_SIZE), which other children of the trainer must not inherit.
+    The user's variables are kept, except those of a distributed launcher. vLLM sets variables as it starts (LD_PRELOAD,
+    LOCAL_WORLD_SIZE), which other children of the trainer must not inherit.
     """
     before = dict(os.environ)
     try:

@@ -1,4 +1,4 @@
-"""Requests of an engine around vLLM: bookkeeping, conversion to vLLM's types and back, asyncio tasks."""
+"""Requests to vLLM: bookkeeping, conversion to vLLM's types and back, asyncio tasks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RequestBook:
             self._running.update(request_ids)
 
     def add(self, request_id: int, num_tokens: int, completions: list[Completion]) -> None:
-        """Counts tokens and queues completions; completions of an ended request are only counted."""
+        """Counts tokens, and queues completions unless their request has ended."""
         with self._changed:
             self.num_tokens += num_tokens
             self._record_span(time.monotonic())
@@ -112,7 +112,7 @@ class RequestBook:
         return bool(idle)
 
     def fail(self, error: BaseException) -> None:
-        """Records the engine's error, which all waiting threads raise; later errors are ignored."""
+        """Records the engine's first error, which all waiting threads raise."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -136,11 +136,7 @@ class RequestBook:
             raise EngineError("vLLM was closed")
 
     def pause(self, seconds: float) -> None:
-        """Subtracts a pause of running requests from `busy_s` and from the timeline.
-
-        Args:
-            seconds: duration of the pause, which ends now.
-        """
+        """Subtracts a pause of so many seconds, which ends now, from `busy_s` and the timeline."""
         with self._changed:
             if self._running:
                 self._busy_s -= seconds
@@ -150,7 +146,7 @@ class RequestBook:
                 self._recorded_until = now
 
     def _record_span(self, until: float, is_empty: bool = False) -> None:
-        """Adds a span for the time since the last one, less pauses that earlier spans contain."""
+        """Adds a span since the last one, less pauses that earlier spans contain."""
         if not (self._running or is_empty) or until <= self._recorded_until:
             return
         seconds = until - self._recorded_until
@@ -190,7 +186,7 @@ def _head(request: GenerationRequest, positions: Sequence[Mapping[int, Any]]) ->
     """Head of consecutive tokens, with entropy NaN; None if the request needs none.
 
     Args:
-        request: request of the tokens.
+        request: of the tokens.
         positions: for each token, vLLM's `Logprob` of the likeliest tokens and of the sampled one, by token id.
     """
     width = request.sampling.head
@@ -212,15 +208,10 @@ MAX_SAMPLES = 16384  # per request, unless VLLM_MAX_N_SEQUENCES is set
 
 
 def check_sampling(setting: str, sampling: SamplingParams, num_samples: int) -> None:
-    """Checks that vLLM neither refuses sampling parameters nor replaces their values.
-
-    Args:
-        setting: path of the parameters in messages, such as `data.sampling`.
-        sampling: the parameters.
-        num_samples: samples of one request.
+    """Checks that vLLM neither refuses nor replaces sampling parameters; see `RolloutEngine.check_sampling`.
 
     Raises:
-        ValueError: it does; names the setting and its value.
+        ValueError: names the setting and its value.
     """
     temperature = sampling.temperature
     if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
@@ -238,8 +229,8 @@ def check_sampling(setting: str, sampling: SamplingParams, num_samples: int) -> 
 def sampling_arguments(request: GenerationRequest, eos_token_ids: Iterable[int]) -> dict[str, Any]:
     """Fields of vLLM's `SamplingParams`.
 
-    With stop strings vLLM detokenizes and stops early; `end_at_stop` makes the final decision. A greedy completion is
-    sampled only once, see `SampleBuffer.add`.
+    With stop strings vLLM detokenizes and stops early; `end_at_stop` decides. A greedy completion is sampled once, see
+    `SampleBuffer.add`.
     """
     sampling = request.sampling
     stops: dict[str, Any] = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
@@ -262,7 +253,7 @@ def end_at_stop(completion: Completion, request: GenerationRequest, finder: Stop
     """Truncates a completion at the token that completes its first stop string.
 
     vLLM misses stop strings that begin in tokens resumed from an earlier run, detects one late if its last token also
-    begins the next character, and ignores all of them if it was started without a tokenizer.
+    begins the next character, and ignores all if started without a tokenizer.
     """
     if finder is None or not request.sampling.stop:
         return completion
@@ -282,7 +273,7 @@ def end_at_stop(completion: Completion, request: GenerationRequest, finder: Stop
 
 
 def end_fault(completion: Completion, request: GenerationRequest, eos_token_ids: Iterable[int]) -> str:
-    """Describes an end of a completion that the request does not explain; empty if it does."""
+    """Describes an end that the request does not explain; empty if it does."""
     ids = completion.token_ids
     sampling = request.sampling
     stops = {*sampling.ends(eos_token_ids)}
@@ -357,7 +348,7 @@ def partial_completions(request: GenerationRequest, state: Any) -> list[Completi
     """Partial completion of a running sample, see `_samples`.
 
     Args:
-        request: request of the sample.
+        request: of the sample.
         state: vLLM's `RequestState` of the sample, which may have more tokens than were returned.
     """
     token_ids = tuple(state.detokenizer.output_token_ids)
@@ -381,8 +372,8 @@ class RequestRunner:
     """One asyncio task per request of an `AsyncLLM`; called in the thread of its loop.
 
     Args:
-        process: process of the `AsyncLLM`.
-        book: book for completions, token counts and errors.
+        process: of the `AsyncLLM`.
+        book: for completions, token counts and errors.
         eos_token_ids: tokens that end a completion.
         model: Hugging Face name or folder; its tokenizer is loaded for the first request with stop strings.
         vocab_size: of the model, which may be padded beyond its tokenizer.
@@ -402,7 +393,7 @@ class RequestRunner:
         self._requests: dict[int, GenerationRequest] = {}
 
     def launch(self, requests: Sequence[GenerationRequest], salt: str) -> None:
-        """Starts requests. Prompts share their KV cache only with those of the same `salt`. Errors go to the book."""
+        """Starts requests, whose prompts share their KV cache only within a `salt`. Errors go to the book."""
         try:
             if self._finder is None and any(request.sampling.stop for request in requests):
                 self._finder = StopStrings.of_model(self.model, self._vocab_size)
@@ -425,11 +416,7 @@ class RequestRunner:
         self.book.fail(EngineError(self.process.death) if self.process.is_dead else error)
 
     def _parameters(self, request: GenerationRequest) -> Any:
-        """The request's `vllm.SamplingParams`.
-
-        Raises:
-            ValueError: vLLM refuses one of them, or would use another value.
-        """
+        """The request's `vllm.SamplingParams`."""
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
@@ -493,7 +480,7 @@ class RequestRunner:
         return [float(entries[token].logprob) for token, entries in zip(token_ids[1:], found[1:], strict=True)]
 
     async def _generate(self, request: GenerationRequest, salt: str) -> None:
-        """Runs one request to its end; errors go to the book, and from there to the trainer."""
+        """Runs one request to its end; errors go to the book."""
         try:
             from vllm import TokensPrompt
 

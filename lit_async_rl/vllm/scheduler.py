@@ -1,11 +1,11 @@
-"""vLLM's scheduler, changed so that after an update no prompt is read from the KV cache of older weights.
+"""vLLM's scheduler, changed to read no prompt from the KV cache of older weights after an update.
 
 Loaded by name: `scheduler_cls="lit_async_rl.vllm.scheduler.make_scheduler"` in the engine's arguments.
 
-The samples of a prompt share its KV cache, and samples that wait for memory may start after an update. vLLM finds
-cached blocks by a hash of the tokens and of the request's salt; it does not know that the weights changed. Here the
-salt also counts the pauses, during which weights are loaded: samples that start after an update share the cache of
-their prompt with each other, and never with samples that started before it.
+The samples of a prompt share its KV cache, and those that wait for memory may start after an update. vLLM finds cached
+blocks by a hash of tokens and the request's salt, whatever the weights. Here the salt also counts the pauses, in which
+weights are loaded: samples that start after an update share their prompt's cache with each other, and never with
+earlier ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SEPARATOR = "\n"  # between a request's own salt and the number of pauses
 
 
 def make_scheduler(vllm_config: Any, **arguments: Any) -> Any:
-    """The scheduler of an engine, derived from vLLM's default class for its configuration."""
+    """The scheduler of an engine, derived from vLLM's default for its configuration."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -35,7 +35,7 @@ class FreshPrompts:
     _num_pauses = 0
 
     def add_request(self, request: Any) -> None:
-        """Queues a request with the present salt, also if it was sent before an update and arrives after it."""
+        """Queues a request with the present salt, even if it was sent before an update."""
         self._salt(request)
         super().add_request(request)  # type: ignore[misc]
 
@@ -55,7 +55,7 @@ class FreshPrompts:
                 self._salt(request)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Frees a request's memory; its tokens will be recomputed with the newest weights only."""
+        """Frees a request's memory; its tokens are recomputed with the newest weights only."""
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         self._salt(request)
 

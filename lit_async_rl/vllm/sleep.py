@@ -1,4 +1,4 @@
-"""Sleep of vLLM while a trainer on the same GPU trains, and the gate that holds requests until it is awake."""
+"""Sleep of vLLM while a trainer on its GPU trains, and the gate that holds requests until it wakes."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Gate:
             self._reasons.add(reason)
 
     def open(self, *reasons: Reason, version: int | None = None) -> None:
-        """Withdraws reasons, and starts the held requests if none is left.
+        """Withdraws reasons, and starts held requests if none is left.
 
         Args:
-            *reasons: reasons to withdraw.
-            version: version of newly loaded weights; None if they did not change.
+            *reasons: to withdraw.
+            version: of newly loaded weights; None if they did not change.
         """
         with self._lock:
             self._reasons.difference_update(reasons)
@@ -84,7 +84,7 @@ class Sleep:
 
     Args:
         level: `sleep_level` of `VLLMEngine`.
-        gate: gate that holds requests during sleep.
+        gate: holds requests during sleep.
     """
 
     def __init__(self, level: int, gate: Gate) -> None:
@@ -108,7 +108,7 @@ class Sleep:
 
     @contextmanager
     def ending(self, vllm: VLLMProcess) -> Iterator[None]:
-        """Context that wakes vLLM in two steps: memory for weights before the block, and the KV cache after it."""
+        """Context that wakes vLLM in two steps: memory of weights before the block, KV cache after it."""
         with self._lock:
             self._wake(vllm, ["weights"])
             yield
@@ -136,7 +136,7 @@ def check_sleep_level(level: int, transfer: WeightTransfer | None) -> int:
     """Returns the level after checking it against the weight transfer.
 
     Raises:
-        ValueError: it is not 0, 1 or 2; or a transfer of changes would update weights that sleep had dropped.
+        ValueError: it is not 0, 1 or 2, or drops weights that a transfer of changes would update.
     """
     check_range("data.engine", "integer in [0, 2]", sleep_level=level)
     if level == 2 and isinstance(transfer, FileTransfer) and transfer.delta:
@@ -160,7 +160,7 @@ def check_can_sleep(level: int) -> None:
 def default_memory_share(device_ids: list[int] | None, sleep_level: int) -> float:
     """Share of a GPU's memory for vLLM.
 
-    A trainer on the same GPU needs memory for weights, optimizer state and, unless vLLM sleeps meanwhile, activations.
+    A trainer on the same GPU needs some for weights, optimizer state and, unless vLLM sleeps meanwhile, activations.
     """
     if device_ids is not None:
         return OWN_GPU_MEMORY_SHARE

@@ -7,8 +7,7 @@
 | `deliver` | is paused | make the workers use them | send the stream |
 | `release` | generates again | delete the files | nothing |
 
-Every rank of a sharded policy must read the stream to its end, so the caller of `stage` reads the rest of it after an
-error.
+Every rank of a sharded policy must read the stream to its end, so after an error the caller of `stage` reads the rest.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class EngineControl(ABC):
     """Interface of an engine, or of several as one, for weight transfers.
 
     Attributes:
-        num_workers: number of worker processes, of all parallel dimensions and engines.
-        update_timeout_s: timeout of a call, and of `FileTransfer.prepare`, in seconds.
+        num_workers: worker processes of all parallel dimensions and engines.
+        update_timeout_s: timeout of a call and of `FileTransfer.prepare`, in seconds.
     """
 
     num_workers: int
@@ -36,7 +35,7 @@ class EngineControl(ABC):
 
     @abstractmethod
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
-        """Calls a method of vLLM's worker, or of our extension, on all workers; returns their results.
+        """Calls a method of vLLM's worker or our extension on all workers; returns their results.
 
         Raises:
             RuntimeError: a worker raised.
@@ -47,7 +46,7 @@ class WeightTransfer(ABC):
     """Base class of transfers; see the table of this module.
 
     Attributes:
-        takes_adapters: whether low-rank adapters may be sent as separate tensors, beside frozen weights.
+        takes_adapters: whether low-rank adapters may be separate tensors, beside frozen weights.
         staged_bytes: bytes written or sent for the last update.
     """
 
@@ -58,7 +57,7 @@ class WeightTransfer(ABC):
         """Checks, before the engine starts, that the weights of `model` fit."""
 
     def check_gpus(self, gpus: Sequence[int], trainer_gpu: int | None) -> None:  # noqa: B027  (most take any)
-        """Checks, before the engine starts, that the transfer can reach its GPUs.
+        """Checks, before the engine starts, that its GPUs can be reached.
 
         Args:
             gpus: numbers of the engine's GPUs.
@@ -81,7 +80,7 @@ class WeightTransfer(ABC):
         """Reads the weights; the engine may still generate."""
 
     def prepare(self, control: EngineControl) -> None:  # noqa: B027  (most have nothing to do)
-        """Does preparations that need no pause; the engine may still generate."""
+        """Prepares what needs no pause; the engine may still generate."""
 
     @abstractmethod
     def deliver(self, control: EngineControl) -> None:

@@ -38,8 +38,8 @@ class LayerBuffer:
     """Loads weights in a thread while the model generates.
 
     Args:
-        model: model of vLLM.
-        load: function that loads weights into a twin of the model; called in the thread.
+        model: of vLLM.
+        load: loads weights into a twin of the model; called in the thread.
     """
 
     def __init__(self, model: nn.Module, load: Callable[[nn.Module], None]) -> None:
@@ -86,7 +86,7 @@ class LayerBuffer:
 
 
 def twin_of(module: nn.Module, twins: dict[int, nn.Module] | None = None) -> nn.Module:
-    """Copy of a tree of modules with the same tensors, each of which can be replaced independently."""
+    """Copy of a tree of modules with the same tensors, each replaceable independently."""
     twins = {} if twins is None else twins
     if id(module) in twins:
         return twins[id(module)]
@@ -102,7 +102,7 @@ def twin_of(module: nn.Module, twins: dict[int, nn.Module] | None = None) -> nn.
 def load_twin(twin: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]], config: Any) -> set[str] | None:
     """Loads weights into a twin of `model`, which stays unchanged; returns the names that vLLM's loader reports.
 
-    Layers without new weights keep the tensors of `model`.
+    Layers without new weights keep `model`'s tensors.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
@@ -139,7 +139,7 @@ def load_twin(twin: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 def _metadata_for(twin: nn.Module, tensor: Any, original: nn.Module) -> Tensor:
     """Copy of a layer's metadata tensor with a loader for the twin.
 
-    These tensors still have vLLM's loaders of an earlier reload of the original layer, which would load nothing.
+    These tensors still have vLLM's loaders of an earlier reload, which would load nothing.
     """
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
@@ -177,7 +177,7 @@ def _contents(layer: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _copy_changes(layer: nn.Module, twin: nn.Module, before: dict[tuple[str, str], Any]) -> list[Any]:
-    """Copies references that loading changed in a layer's twin to the layer; returns the replaced objects."""
+    """Copies references that loading changed in a twin to its layer; returns the replaced objects."""
     replaced: list[Any] = []
     for (slot, name), value in _contents(twin).items():
         if before.get((slot, name)) is not value:
@@ -190,8 +190,8 @@ def _copy_changes(layer: nn.Module, twin: nn.Module, before: dict[tuple[str, str
 def _free(replaced: list[Any]) -> None:
     """Frees memory in small steps: returning half a gigabyte at once would stall other threads.
 
-    A twin is part of reference cycles (loaders of its parameters), which Python would collect late, as it counts
-    objects and not bytes. vLLM has frozen earlier objects, so that a collection takes milliseconds.
+    A twin is in reference cycles (loaders of its parameters), which Python would collect late, as it counts objects,
+    not bytes. vLLM has frozen earlier objects, so a collection takes milliseconds.
     """
     while replaced:
         replaced.pop()
@@ -200,20 +200,17 @@ def _free(replaced: list[Any]) -> None:
 
 
 def end_with_trainer() -> None:
-    """Makes the kernel kill this process when its parent ends, also after `kill -9`.
-
-    Without this, vLLM's engine process and its memory remain when the trainer is killed.
-    """
+    """Makes the kernel kill this process when its parent ends, also after `kill -9`."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and not die_with_parent(parent.pid):
         os.kill(os.getpid(), signal.SIGKILL)  # the parent ended before the request to the kernel
 
 
 def allow_amx() -> None:
-    """Requests the kernel's permission to use AMX, without which its instructions raise SIGILL.
+    """Asks the kernel for AMX, whose instructions otherwise raise SIGILL.
 
-    vLLM's attention uses AMX in bfloat16 without a request. Usually a matrix product of oneDNN has made it before, but
-    not in a first step of at most four tokens with weights of less than 1 MiB (vLLM 0.32).
+    vLLM's attention uses AMX in bfloat16 without asking. Usually a matrix product of oneDNN has asked before, but not
+    in a first step of at most four tokens with weights of less than 1 MiB (vLLM 0.32).
     """
     torch.cpu._init_amx()
 
@@ -267,7 +264,7 @@ class WorkerExtension:
         self._check_complete(self._expected, self._recorded)
 
     def _check_complete(self, expected: set[str], loaded: set[str] | None) -> None:
-        """Checks that all weights were loaded; vLLM only logs missing ones, and keeps their old values."""
+        """Checks that all weights were loaded; vLLM only logs missing ones, and keeps old values."""
         if loaded is None or self.model_config.quantization is not None:
             return
         if missing := expected - loaded:
@@ -276,12 +273,12 @@ class WorkerExtension:
     # -- loading weights in one step
 
     def load_policy_weights(self, folder: str) -> None:
-        """Loads a folder of safetensors files with all weights, or with the changes of an update.
+        """Loads a folder of safetensors files with all weights, or an update's changes.
 
         No generation may run meanwhile. After an error the weights may be mixed: stop the engine.
 
         Raises:
-            RuntimeError: the folder lacks weights of the model, or is an update of other weights than the loaded ones.
+            RuntimeError: the folder lacks weights of the model, or updates other weights than the loaded ones.
         """
         self._incoming = IncomingWeights(folder, self._held)
         self._load_in_place(self._incoming.weights())
@@ -304,7 +301,7 @@ class WorkerExtension:
     # -- loading weights in two steps, with a shorter pause
 
     def begin_policy_weights(self, folder: str) -> None:
-        """Starts loading weights in a thread while generation continues, until `swap_policy_weights` is called."""
+        """Starts loading weights in a thread while generation continues, until `swap_policy_weights`."""
         from vllm.platforms import current_platform
 
         self._incoming = IncomingWeights(folder, self._held)
@@ -314,7 +311,7 @@ class WorkerExtension:
         self._buffer = LayerBuffer(self.model_runner.get_model(), load)
 
     def _read_into_host_memory(self, twin: nn.Module) -> None:
-        """Reads weights into pinned memory, because a second set of layers would double the memory on the GPU."""
+        """Reads weights into pinned memory: a second set of layers would double the memory on the GPU."""
         weights = dict(
             self._incoming.weights()
         )  # mapped files, and copies that are kept anyway: no memory of their own
@@ -354,7 +351,7 @@ class WorkerExtension:
 
 
 def repack_tied_head(model: nn.Module, tied: bool) -> None:
-    """Repacks a tied head on a CPU, where it would keep a packed copy of the initial embedding."""
+    """Repacks a tied head on a CPU, which would keep a packed copy of the initial embedding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
 

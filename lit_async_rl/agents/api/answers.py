@@ -1,7 +1,7 @@
 """Answers of the API from the policy's replies: one JSON object, or server-sent events.
 
-A stream has the reply in one piece, after it is complete: engines return whole completions. In `logprobs`, a character
-of several tokens belongs to the last of them; `return_token_ids` has the exact tokens.
+A stream has the reply in one piece: engines return whole completions. In `logprobs`, a character of several tokens
+belongs to the last of them; `return_token_ids` has the exact tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DONE = "data: [DONE]\n\n"
 
 
 class Answer:
-    """The answer to one call, in either form; the same whenever it is asked for.
+    """The answer to one call, in either form; always the same.
 
     Args:
         call: what was asked.

@@ -1,9 +1,9 @@
-"""Calls of request bodies, and the rules for what a call may ask of the policy; `shapes` has the shapes of the bodies.
+"""Calls of request bodies, and rules for what a call may ask of the policy; `shapes` has their shapes.
 
 The trainer recomputes the log-probability of each token under the run's own sampling distribution (`data.sampling`). An
-option that changes this distribution for one call is therefore refused, unless it has the run's value or a neutral one,
-or is named in `ignored_options`. Options that end a reply sooner (`stop`, `max_tokens`) are free. Forced tool calls and
-formats are rules by which whole replies are sampled again, see `reply_rules`. `response_bodies` has the Responses API.
+option that changes it for one call is therefore refused, unless it has the run's value or a neutral one, or is named in
+`ignored_options`. Options that end a reply sooner (`stop`, `max_tokens`) are free. Forced tool calls and formats have
+whole replies sampled again, see `reply_rules`. `response_bodies` has the Responses API.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class CallLimits:
     Attributes:
         max_body_bytes: length of a body.
         max_messages: messages of a conversation.
-        ignored_options: options that are accepted and have no effect, whatever their value; `CallService` takes them
-            out of a body before it is read.
+        ignored_options: options without effect, whatever their value; `CallService` removes them from a body before it
+            is read.
     """
 
     max_body_bytes: int = 8 * 2**20
@@ -88,18 +88,18 @@ class Call:
         max_tokens: limit of each, beside the run's own; None is the run's.
         stop: strings that end a reply, beside the run's own.
         seed: makes the replies reproducible where the engine can; None lets the run choose.
-        stream: whether the answer is sent as server-sent events.
+        stream: whether the answer is server-sent events.
         include_usage: whether a stream ends with the numbers of tokens.
         logprobs: whether the answer has the log-probability of each token.
-        top_logprobs: likeliest tokens of each position in the answer, as far as they were recorded.
-        return_token_ids: whether the answer has the ids of the tokens, and the versions that sampled them.
+        top_logprobs: number of likeliest tokens of each position in the answer, as far as they were recorded.
+        return_token_ids: whether the answer has the tokens' ids and the versions that sampled them.
         messages: conversation, for a chat; checked by `AgentEpisode.complete`.
         prompts: texts or token ids, for completions.
         tools: JSON schemas, for a chat.
         calls_tools: whether calls are parsed.
         chat_template_kwargs: arguments of the chat template.
-        rule: rule that replies must keep, for a chat; None without.
-        request: fields of the request that its response repeats; None for completions.
+        rule: for replies of a chat; None without.
+        request: fields that the response repeats; None for completions.
     """
 
     model: str
@@ -129,10 +129,10 @@ class Call:
 
 
 def checked_options(names: Sequence[str], setting: str) -> tuple[str, ...]:
-    """Options that calls may have without an effect.
+    """Options that calls may have without effect.
 
     Raises:
-        ValueError: they are no list, or every answer depends on one of them.
+        ValueError: they are no list, or every answer depends on one.
     """
     if isinstance(names, str):
         raise ValueError(f"{setting} must be a list of names, got {names!r}")
@@ -242,7 +242,7 @@ def text_call(body: Mapping[str, Any], sampling: SamplingParams, limits: CallLim
 
 
 def check_options(body: Mapping[str, Any], shape: type[Shape], sampling: SamplingParams) -> None:
-    """Refuses options that are unknown, or that would change the distribution.
+    """Refuses options that are unknown or would change the distribution.
 
     Args:
         body: JSON object, without the keys that are null.
@@ -321,7 +321,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def check_number_of_messages(messages: Any, max_messages: int, param: str = "messages") -> None:
-    """Refuses a conversation that is too long, before its messages are read.
+    """Refuses too long a conversation, before its messages are read.
 
     Raises:
         AgentCallError: it is.
@@ -344,7 +344,7 @@ def _chat_content(chat: ChatBody) -> ContentCheck | None:
 
 
 def forced_functions(choice: Any, tools: Sequence[Mapping[str, Any]]) -> frozenset[str] | None:
-    """Names of tools of which a reply must call at least one; None leaves the choice to the policy.
+    """Tools of which a reply must call at least one; None leaves the choice to the policy.
 
     Args:
         choice: field `tool_choice` of a body.

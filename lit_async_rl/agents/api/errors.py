@@ -13,9 +13,9 @@ TOO_MANY = 429
 
 
 def response_of(error: AgentCallError) -> ApiResponse:
-    """The answer other than 200 that says an error. The official client raises it as the exception of its status.
+    """The answer to a call that failed. The official client raises it as the exception of its status.
 
-    It tries 408, 409 and 5xx again, and no other: also not 429, which would be refused again.
+    It retries 408, 409 and 5xx only, so not 429, which would be refused again.
     """
     described = {
         "message": str(error),
@@ -36,7 +36,7 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> AgentCallE
 
 
 def not_sampled(param: str, message: str) -> AgentCallError:
-    """400: the option would change the distribution that tokens are sampled from, which the trainer would not know."""
+    """400: the option would change the sampling distribution, which the trainer would not know."""
     return AgentCallError(message, "unsupported_value", param=param)
 
 

@@ -35,7 +35,7 @@ class ApiResponse:
         status: HTTP status.
         media_type: of the body.
         headers: further headers.
-        lose: to be called when the client has gone before it had read the answer; None of one that need not be known.
+        lose: call it if the client has gone without reading the answer; None if that need not be known.
     """
 
     body: bytes

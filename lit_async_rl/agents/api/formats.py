@@ -1,4 +1,4 @@
-"""Formats that a call may want its content in: JSON, by a schema or without."""
+"""Formats of a call's content: JSON, by a schema or without."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_SCHEMA_CHARS = 100_000
 
 
 def content_check(kind: str, schema: Mapping[str, Any] | None = None, param: str = "") -> ContentCheck | None:
-    """Returns the check of a format; None if every content has it.
+    """The check of a format; None if every content has it.
 
     Args:
         kind: `text`, `json_object` or `json_schema`.

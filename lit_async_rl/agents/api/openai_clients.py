@@ -43,8 +43,8 @@ class OpenAIClients:
     """Makes clients of the official package, which share pools of connections. Used by one event loop.
 
     Args:
-        make_transport: makes the transport of a pool to the address of its clients; None is the package's own, as it is
-            to all other addresses.
+        make_transport: makes the transport of a pool to the address of its clients; None is the package's own, as for
+            all other addresses.
     """
 
     def __init__(self, make_transport: Callable[[], Any] | None = None) -> None:
@@ -91,8 +91,8 @@ class OpenAIClients:
 def _client_class() -> Any:
     """`openai.AsyncOpenAI` whose calls need no `model`, and whose chat calls take less processor time.
 
-    The official client walks through messages and tools by their types, to rename keys for the API, of which neither
-    has any; in a profile that was half of its time. What stands in `extra_body` becomes part of the request as it is.
+    The official client walks through messages and tools to rename keys, of which neither has any; in a profile that was
+    half of its time. `extra_body` becomes part of the request as it is.
     """
     openai = import_openai()
     from openai.resources.chat import AsyncChat
@@ -149,7 +149,7 @@ def _without_model(kind: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and lists with replies of the client, which are models of pydantic, as dictionaries."""
+    """Mappings and lists with the client's pydantic replies as dictionaries."""
     if isinstance(value, str | int | float | None):
         return value
     if isinstance(value, Mapping):

@@ -80,7 +80,7 @@ class ResponseAnswer(Answer):
 
     @property
     def _items(self) -> list[dict[str, Any]]:
-        """Items of the output: the reasoning, the text and the tool calls, as far as the reply has them."""
+        """Items of the output: the reply's reasoning, text and tool calls, as far as it has them."""
         message = self._reply.message
         items = []
         if message.reasoning is not None:

@@ -1,7 +1,7 @@
 """Calls of bodies of `/v1/responses`: the Responses API as another form of a chat.
 
-Items of the input become the messages that `/v1/chat/completions` would have, so that a conversation continues its
-tokens, whichever of the two an agent calls. Responses are not stored: each request has its whole conversation.
+Items of the input become the messages that `/v1/chat/completions` would have: a conversation continues its tokens
+whichever of the two an agent calls. Responses are not stored: each request has its whole conversation.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def response_call(body: Mapping[str, Any], sampling: SamplingParams, limits: Cal
 
 
 def _chat_tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A tool as chats have it; the template may read what is not checked, and `strict` is nothing to read."""
+    """A tool as chats have it, without `strict`; the template may read what is not checked."""
     if tool.get("type") != "function":
         raise invalid(f"tools[{number}].type", f"tools[{number}].type must be function, got {quoted(tool.get('type'))}")
     function = {key: value for key, value in tool.items() if key not in ("type", "strict") and value is not None}
@@ -107,7 +107,7 @@ def _check_texts(item: Mapping[str, Any], where: str, *names: str) -> None:
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Chat messages of items. A turn of the policy is one message: its reasoning, its text and its calls in a row."""
+    """Chat messages of items. A turn of the policy, its reasoning, text and calls in a row, is one message."""
     messages: list[dict[str, Any]] = []
     reasoning = ""
     is_open = False  # whether a call that comes next belongs to the last message

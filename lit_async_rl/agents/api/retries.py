@@ -1,12 +1,12 @@
-"""Which requests of an episode are the same call, repeated by a client that got no answer.
+"""Which requests of an episode repeat the same call, for a client that got no answer.
 
-The official client repeats a request after a time-out, a broken connection or a status of 408, 409 or 5xx: the
-same body, with a larger `x-stainless-retry-count`. Clients of other makers do so without saying it. A repeated request
-gets the answer of the call that it repeats, and nothing is sampled twice:
+The official client repeats a request after a time-out, a broken connection or a status of 408, 409 or 5xx: the same
+body, with a larger `x-stainless-retry-count`. Other clients do so without saying it. A repeated request gets the answer
+of the call that it repeats, and nothing is sampled twice:
 
 1. an `Idempotency-Key` names the call;
 2. otherwise a call with the same body that nobody waits for, and whose answer nobody got, is continued;
-3. otherwise a request that says that it is a repetition joins the call with the same body and fewer attempts.
+3. otherwise a request that says it is a repetition joins the call with the same body and fewer attempts.
 
 Anything else is a new call: an agent that asks twice wants two samples. Used by the server's event loop only.
 """
@@ -61,7 +61,7 @@ class RepeatableCall:
 
 
 class CallBook:
-    """Calls of one episode. Thread-safe: an agent in a process of its own may call in two ways at a time."""
+    """Calls of one episode. Thread-safe: an agent in its own process may call in two ways at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class CallBook:
             call.num_delivered -= 1
 
     def fail(self, call: RepeatableCall) -> None:
-        """A call got no reply but an error: a request that repeats it is a new call."""
+        """A call got an error: a request that repeats it is a new call."""
         with self._lock:
             call.num_waiting -= 1
             calls = self._calls.get(call.digest, [])

@@ -1,4 +1,4 @@
-"""Answers to the calls of running episodes, however they come: over HTTP, or from a client in this process."""
+"""Answers to the calls of running episodes, over HTTP or from a client in this process."""
 
 from __future__ import annotations
 
@@ -48,10 +48,7 @@ class CallService:
 
     Args:
         limits: limits of calls.
-        codec: codec of the model.
-
-    Attributes:
-        limits: limits of calls.
+        codec: of the model.
     """
 
     def __init__(self, limits: CallLimits, codec: TextCodec) -> None:
@@ -100,11 +97,11 @@ class CallService:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     async def respond(self, request: ApiRequest, has_gone: Callable[[], bool] = lambda: False) -> ApiResponse:
-        """The answer to a request, or the refusal of one. Cancelled when its client has gone.
+        """The answer to a request, or its refusal. Cancelled when its client has gone.
 
         Args:
             request: the request.
-            has_gone: whether its client has gone, although the call was not cancelled yet.
+            has_gone: whether its client has gone, although the call was not yet cancelled.
         """
         try:
             session = self.session(request)
@@ -162,12 +159,12 @@ class CallService:
         return ApiResponse(body=answer.whole, lose=functools.partial(self._lose, session, call, known=known))
 
     def _lose(self, session: _Session, call: Call, known: RepeatableCall) -> None:
-        """The client of a request has not read the answer that it was given."""
+        """The client has not read the answer that it was given."""
         session.book.lose(known)
         self._withdraw(session, call, known)
 
     def _leave(self, session: _Session, call: Call, known: RepeatableCall) -> None:
-        """A request goes without its answer: what nobody has read does not train, unless it is asked for again."""
+        """A request goes without its answer, which does not train unless it is asked for again."""
         session.book.leave(known, delivered=False)
         self._withdraw(session, call, known)
 
@@ -179,7 +176,7 @@ class CallService:
 
     @property
     def too_long(self) -> AgentCallError:
-        """The refusal of a body that is longer than `limits`."""
+        """The refusal of a body longer than `limits`."""
         limit = self.limits.max_body_bytes
         return AgentCallError(
             f"the body is longer than {limit} bytes (EndpointClients.max_body_mb={limit / 2**20:g})",
@@ -194,11 +191,7 @@ def call_ids(call: Call, call_id: str) -> list[str]:
 
 
 async def _sample(episode: AgentEpisode, call: Call, names: Sequence[str]) -> list[Reply]:
-    """The policy's replies to a call, whose parts have these names, see `call_ids`.
-
-    Raises:
-        AgentCallError: the call cannot be answered.
-    """
+    """The policy's replies to a call; names are those of `call_ids`."""
     sampling = CallSampling(max_tokens=call.max_tokens, stop=call.stop, seed=call.seed)
     if call.messages:
         return await episode.complete(
@@ -227,11 +220,7 @@ async def _sample(episode: AgentEpisode, call: Call, names: Sequence[str]) -> li
 
 
 def _check_path(request: ApiRequest) -> None:
-    """Refuses a path that is none of the API, or has another method.
-
-    Raises:
-        AgentCallError: it is.
-    """
+    """Refuses a path that the API does not have, or has with another method."""
     is_model = request.path == MODELS or request.path.startswith(f"{MODELS}/")
     method = "POST" if request.path in READERS else "GET" if is_model else None
     if request.method != method:

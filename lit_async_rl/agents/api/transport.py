@@ -1,7 +1,7 @@
 """How a client of the official package reaches an endpoint without a socket.
 
-HTTP takes more processor time, on both sides, than all else that a short call takes. A client that an agent is given
-therefore has a transport of the package's own HTTP library that hands requests on as they are.
+HTTP takes more processor time than all else in a short call. An agent's client therefore has a transport of the
+package's own HTTP library that hands requests on as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def transport_to(ask: Callable[[ApiRequest], Awaitable[ApiResponse]]) -> Any:
     """A transport for the HTTP client of the `openai` package.
 
     Args:
-        ask: gets the answer to a request; cancelled when the client does not wait any more.
+        ask: gets the answer to a request; cancelled when the client waits no more.
     """
     # httpx, or what has followed it
     httpx = importlib.import_module(import_openai().DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])

@@ -48,11 +48,7 @@ def make_app(service: CallService) -> ASGIApp:
 
 
 async def _answer(request: Request, service: CallService) -> ApiResponse | None:
-    """The answer to a request; None if the client has gone.
-
-    Raises:
-        AgentCallError: it is refused.
-    """
+    """The answer to a request; None if the client has gone."""
     call = ApiRequest(method=request.method, path=request.scope["path"], body=b"", headers=request.headers)
     service.session(call)  # before its body is read
     try:
@@ -74,12 +70,7 @@ def _sent(answer: ApiResponse | None) -> Response:
 
 
 async def _read_body(request: Request, service: CallService) -> bytes:
-    """The body.
-
-    Raises:
-        AgentCallError: it is too long.
-        ClientDisconnect: the client has gone.
-    """
+    """The body."""
     parts: list[bytes] = []
     length = 0
     async for part in request.stream():
@@ -91,7 +82,7 @@ async def _read_body(request: Request, service: CallService) -> bytes:
 
 
 async def _unless_gone(work: Callable[[Callable[[], bool]], Awaitable[T]], request: Request) -> T | None:
-    """Result of the work, which may ask whether the client has gone; None if it goes first, which cancels the work."""
+    """Result of the work, which may ask whether the client has gone; None if it goes first, cancelling the work."""
     gone = asyncio.ensure_future(request.receive())  # after the body there is but the client's end to receive
     task = asyncio.ensure_future(work(gone.done))
     try:
@@ -111,11 +102,11 @@ HttpProtocol: Any = AutoHTTPProtocol  # httptools', or h11's where that is missi
 
 
 class Connection(HttpProtocol):
-    """A connection of uvicorn's with limits of a request's head, which its parser, httptools, has none of.
+    """A connection of uvicorn with limits of a request's head; its parser, httptools, has none.
 
     Attributes:
         lose: of the last answer, see `ApiResponse`; called when the client resets the connection before it says more,
-            as the kernel does for one that closes it with an answer that it has not read.
+            as the kernel does for one that closes it with an unread answer.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -167,7 +158,7 @@ class Connection(HttpProtocol):
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Whether the other side has reset a connection; its end may have come before, and is all that was read."""
+    """Whether the other side has reset a connection, even if only its end was read."""
     if not sys.platform.startswith("linux"):
         return False
     with contextlib.suppress(OSError):

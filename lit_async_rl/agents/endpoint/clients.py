@@ -18,19 +18,18 @@ from lit_async_rl.utils.checks import check_range
 class EndpointClients(InProcessClients):
     """Gives each agent an `openai.AsyncOpenAI` whose base URL is a server on the loopback interface.
 
-    Calls of that client reach the endpoint without a connection. Any other client works as well, over HTTP with
-    `client.base_url` and `client.api_key`: a synchronous one in a thread, a framework's, or one in another process, see
-    `CommandAgent`.
+    Calls of that client need no connection. Any other works as well, over HTTP with `client.base_url` and
+    `client.api_key`: a synchronous one in a thread, a framework's, or one in another process, see `CommandAgent`.
 
     Args:
-        host: address to listen on. Others than loopback are reached from other machines: whoever has the key of a
-            running episode can sample from the policy, and texts are not encrypted.
+        host: address to listen on. At any other than loopback, whoever has the key of a running episode can sample from
+            the policy from other machines, and texts are not encrypted.
         port: port; 0 chooses a free one.
         max_body_mb: largest body of a request, in MiB.
         max_messages: largest number of messages in a call.
-        ignored_options: options of a call that are accepted and have no effect, where they would be refused because
-            they change the distribution that tokens are sampled from, such as `temperature`, or would have replies
-            sampled again, such as `response_format` or `tool_choice`.
+        ignored_options: options of a call that have no effect, instead of being refused because they change the
+            sampling distribution, such as `temperature`, or of having replies sampled again, such as `response_format`
+            or `tool_choice`.
         timeout_s: time-out of a call of the client.
 
     Raises:
@@ -79,7 +78,7 @@ class EndpointClients(InProcessClients):
             ImportError: Starlette or uvicorn is not installed.
             OSError: the server cannot listen.
             StalledError: the server does not start.
-            EngineError: it has ended at once.
+            EngineError: it ended at once.
         """
         client = await super().open(episode)
         if self._endpoint is not None and self._endpoint.failure is not None:  # before it knew of this episode

@@ -1,4 +1,4 @@
-"""Agents that are programs: any process that talks to an OpenAI client, in any language."""
+"""Agents that are programs in any language: processes with an OpenAI client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RewardFrom = Literal["stdout", "exit_status"]
 
 
 class CommandAgentError(RuntimeError):
-    """An agent's process failed; the message has its exit status and the end of what it wrote to stderr."""
+    """An agent's process failed; the message has its exit status and the end of its stderr."""
 
 
 class CommandAgent:
@@ -42,9 +42,9 @@ class CommandAgent:
     reward is the last line that it writes to stdout: a number, or an object `{"reward": 0.5, "parts": {"tests": 0.5}}`.
     What it writes to stderr is not shown, unless it fails.
 
-    A process that ends with another exit status than 0, by a signal, or without a reward has failed, as an agent in
-    Python that raises. When its episode is over its process group is killed, and on Linux every process that it has
-    started, also when the trainer is killed.
+    A process that ends with an exit status other than 0, by a signal, or without a reward has failed, like an agent in
+    Python that raises. After its episode its process group is killed, and on Linux every process that it has started,
+    even if the trainer is killed.
 
     Example:
         ```yaml
@@ -83,7 +83,7 @@ class CommandAgent:
         return {"files": file_contents(self.command)}
 
     async def astart(self) -> None:
-        """Ends the run before its first episode if there is no such program, which would fail in each of them.
+        """Ends the run before its first episode if there is no such program.
 
         Raises:
             EnvironmentFailure: names the program.
@@ -101,11 +101,8 @@ class CommandAgent:
         """Runs the command for one episode.
 
         Args:
-            prompt: prompt of the episode.
-            client: client of the episode, which has its address and key.
-
-        Returns:
-            The reward, and its parts if it has any.
+            prompt: of the episode.
+            client: of the episode, with its address and key.
 
         Raises:
             CommandAgentError: it failed, or wrote no reward.
@@ -154,7 +151,7 @@ class CommandAgent:
 
 
 def _input_of(prompt: Prompt) -> bytes:
-    """Standard input of the process."""
+    """Stdin of the process."""
     text = None if prompt.messages is not None else prompt.text
     messages = None if prompt.messages is None else [dict(message) for message in prompt.messages]
     sent = {"text": text, "messages": messages, "answer": prompt.answer, "metadata": dict(prompt.metadata)}

@@ -1,7 +1,7 @@
 """The program of a process that plays the episodes of an agent, see `ProcessAgent`. Imports little, to start soon.
 
-A thread reads messages of the trainer and gives them to the event loop; it ends the process when the trainer has ended,
-or needs no more. Everything else happens in that loop.
+A thread passes messages of the trainer to the event loop, where all else happens; it ends the process when the trainer
+has ended, or needs no more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_ERROR_CHARS = 2000
 
 @dataclass(eq=False)
 class _Player:
-    """Plays episodes, and says what they return."""
+    """Plays episodes, and reports their results."""
 
     agent: Callable[[Any, Any], Any]
     trainer: Channel

@@ -1,4 +1,4 @@
-"""Agents in processes of their own, which are kept: their Python takes no time from the trainer's, and may fail alone.
+"""Agents in their own lasting processes: their Python takes no time from the trainer's, and may fail alone.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -6,8 +6,7 @@
 | the task that reads replies | a reply | the connection, also at the process's end |
 
 What happens there is in `player.py`. Agent and prompts are pickled, because they have arbitrary settings and metadata;
-only the child unpickles them, and they come from its parent. Its replies are JSON, see `runtime/process.py`. Calls of
-its clients go to the endpoint over HTTP.
+only the child unpickles them, from its parent. Its replies are JSON, see `runtime/process.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _PLAYER = "lit_async_rl.agents.endpoint.player"
 
 
 class ProcessAgentError(RuntimeError):
-    """An agent failed in its process, or the process ended; names both."""
+    """An agent failed, or its process ended; names both."""
 
 
 class AgentProcessEnded(ProcessAgentError):
@@ -49,13 +48,12 @@ class AgentProcessEnded(ProcessAgentError):
 
 
 class ProcessAgent(RemoteProxy):
-    """Plays the episodes of an agent in processes of their own, each with an `openai.AsyncOpenAI` at the endpoint.
+    """Plays episodes of an agent in other processes, each with an `openai.AsyncOpenAI` at the endpoint.
 
-    An agent's Python, the official client included, otherwise shares one interpreter with engine and trainer. Its
-    calls go to the endpoint over HTTP. A process plays any number of episodes at a time. One that ends, or that an
-    agent blocks (`time.sleep` in a coroutine), costs the episodes in it, which count as failed, and another takes its
-    place. What agents print goes to stderr. Rewards, and checkpoints, are those of the same agent in the trainer's
-    process.
+    An agent's Python, the official client included, otherwise shares one interpreter with engine and trainer. Its calls
+    go to the endpoint over HTTP. A process plays any number of episodes at a time. If it ends, or an agent blocks it
+    (`time.sleep` in a coroutine), the episodes in it count as failed, and another takes its place. What agents print
+    goes to stderr. Rewards and checkpoints are those of the same agent in the trainer's process.
 
     Example:
         ```yaml
@@ -68,7 +66,7 @@ class ProcessAgent(RemoteProxy):
         processes: number of processes; an episode goes to the one with the fewest.
 
     Attributes:
-        clients: gives the processes address and key of an episode, unless the engine has `clients`.
+        clients: gives processes an episode's address and key, unless the engine has `clients`.
         original: the agent.
 
     Raises:
@@ -90,8 +88,8 @@ class ProcessAgent(RemoteProxy):
         """Plays one episode.
 
         Args:
-            prompt: prompt of the episode.
-            client: client of the episode, which has its address and key.
+            prompt: of the episode.
+            client: of the episode, with its address and key.
 
         Raises:
             ProcessAgentError: the agent raised, or its process ended.
@@ -140,11 +138,7 @@ def _pickled(agent: Agent) -> bytes:
 
 
 class _Place:
-    """Where a process is, and after it another.
-
-    Attributes:
-        num_running: episodes there.
-    """
+    """Where a process is, and after it another."""
 
     def __init__(self, name: str, agent: bytes) -> None:
         self.num_running = 0
@@ -164,14 +158,7 @@ async def _started(name: str, agent: bytes) -> AsyncIterator[_Worker]:
 
 
 class _Worker:
-    """A process from here.
-
-    Args:
-        name: of the agent.
-        child: just started.
-        replies: its messages.
-        messages: to it.
-    """
+    """A process, seen from here."""
 
     def __init__(self, name: str, child: Child, replies: asyncio.StreamReader, messages: asyncio.StreamWriter) -> None:
         self._name = name
@@ -248,7 +235,7 @@ class _Worker:
         self._child.terminate()  # its guard kills it
 
     async def _read(self) -> None:
-        """Gives replies to those that wait for them, until the process has ended."""
+        """Passes replies on until the process has ended."""
         try:
             while message := await receive_from(self._replies, MAX_REPLY_BYTES):
                 self._take(message[0])

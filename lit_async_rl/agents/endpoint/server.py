@@ -6,8 +6,8 @@
 | `Endpoint.start` | the server to listen, at most `START_TIMEOUT_S` | the server's thread |
 | a client | its answer, at most its own time-out | the server's thread, also when the server ends |
 
-A server that ends by an error is not started again: its clients are cut off, and the engines whose episodes it serves
-have failed (`data.limits.engine_restarts`).
+A server that ends by an error is not started again: its clients are cut off, and the engines that it serves have failed
+(`data.limits.engine_restarts`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Endpoint:
         host: address to listen on.
         port: port; 0 chooses a free one.
         limits: limits of calls.
-        codec: codec of the model.
+        codec: of the model.
 
     Attributes:
         service: answers the calls.
         base_url: address for clients, as `OPENAI_BASE_URL` has it; empty before `start`.
-        failure: why the server has ended by itself; None while it has not.
+        failure: why the server ended by itself; None while it has not.
     """
 
     def __init__(self, host: str, port: int, limits: CallLimits, codec: TextCodec) -> None:
@@ -69,7 +69,7 @@ class Endpoint:
             ImportError: Starlette or uvicorn is not installed.
             OSError: the address cannot be used; names it.
             StalledError: the server does not start.
-            EngineError: it has ended at once.
+            EngineError: it ended at once.
         """
         make_server = import_server()
         self._socket = self._listen()
@@ -96,7 +96,7 @@ class Endpoint:
             await asyncio.sleep(START_POLL_S)
 
     async def _serve(self, server: Any, listening: socket.socket) -> None:
-        """Serves until it is cancelled by `close`; an end that comes otherwise is the failure of the engines."""
+        """Serves until `close` cancels it; any other end is the failure of the engines."""
         reason = "its server has stopped"
         try:
             await server.serve(sockets=[listening])
@@ -142,7 +142,7 @@ def import_server() -> Callable[[CallService], Any]:
 
 
 async def _cut_off(server: Any, listening: socket.socket) -> None:
-    """Closes the listening socket and all connections, also those that were accepted and are not yet served."""
+    """Closes the listening socket and all connections, also those accepted but not yet served."""
     if listening.fileno() >= 0:  # else closed by the server itself
         asyncio.get_running_loop().remove_reader(listening)  # accepts no more
     for _ in range(2):

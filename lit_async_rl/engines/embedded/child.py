@@ -79,7 +79,7 @@ class Child:
         self._trainer = os.getppid()
 
     def serve(self) -> None:
-        """Generates until the trainer ends the connection, which ends the process."""
+        """Generates until the trainer ends the connection, and with it the process."""
         start_thread(self._execute_commands, name="commands")
         try:
             while True:
@@ -132,7 +132,7 @@ class Child:
             os._exit(0)
 
     def _answer(self, fields: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Executes a command, and sends an answer if the command has a number."""
+        """Executes a command, and answers it if it has a number."""
         number = fields.get("call")
         try:
             answer, state = self._execute(fields, tensors)
@@ -143,7 +143,7 @@ class Child:
             self._channel.send({**to, "error": as_json(error)})
 
     def _execute(self, fields: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Executes a command and returns fields and tensors of the answer."""
+        """Executes a command; returns fields and tensors of the answer."""
         engine = self._engine
         match fields["kind"]:
             case "submit":

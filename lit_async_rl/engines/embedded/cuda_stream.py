@@ -1,9 +1,8 @@
 """CUDA stream of a decode loop.
 
-Kernels of one stream run in the order in which they were queued, whichever thread queued them. On the default stream
-each decoded token would wait for the training step that was queued before it, so that sampling and training would
-take turns. The loop therefore has a stream of its own, of higher priority: its kernels are short, and the trainer's
-fill the GPU. Tensors that cross are ordered by events.
+On the default stream each decoded token would wait for the training step queued before it, whichever thread queued it:
+sampling and training would take turns. The loop therefore has a stream of its own, of higher priority: its kernels are
+short, and the trainer's fill the GPU. Tensors that cross are ordered by events.
 
 | tensor | written on | read on | order |
 |---|---|---|---|
@@ -30,8 +29,8 @@ class EngineStream:
     """A stream of `device` for one decode loop.
 
     Args:
-        device: device of the loop's model; None for a loop that shares its caller's stream, because it decodes with
-            the caller's weights.
+        device: that of the loop's model; None for a loop that shares its caller's stream, because it decodes with the
+            caller's weights.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -53,12 +52,12 @@ class EngineStream:
         return event
 
     def receive(self, event: Any, tensors: Iterable[Tensor]) -> None:
-        """Has the stream wait for `event`, and keeps the memory of `tensors` until its present work is done.
+        """Makes the stream wait for `event`, and keeps the memory of `tensors` until its present work is done.
 
         Args:
             event: result of `mark`.
-            tensors: allocated on the stream that was marked. Without `record_stream` their memory could be given to
-                the trainer again while kernels that read it are queued here.
+            tensors: allocated on the marked stream. Without `record_stream` the trainer could get their memory again
+                while kernels that read it are queued here.
         """
         if self._stream is None:
             return

@@ -1,9 +1,9 @@
-"""Decode steps that are recorded once and replayed, so that a token costs one launch instead of some hundreds.
+"""Decode steps recorded once and replayed, so that a token costs one launch instead of some hundreds.
 
 Launching its kernels takes a small model longer than their arithmetic: about 14 kernels for each layer and token. A
-CUDA graph launches them all at once, but it repeats exactly what was recorded: the same kernels on the same memory. So
-a step has a graph for each number of rows and of positions, both rounded up, and every value that changes from token to
-token is read from a tensor that keeps its place.
+CUDA graph launches them all at once, but repeats the same kernels on the same memory. So a step has a graph for each
+number of rows and of positions, both rounded up, and reads every value that changes from token to token from a tensor
+that keeps its place.
 
 | changes | how a graph sees it |
 |---|---|
@@ -47,7 +47,7 @@ def num_rows(used: int, num_slots: int) -> int:
 
 
 def cuda_graphs(generator: torch.Generator) -> Callable[[], Record]:
-    """Makes what records steps as CUDA graphs that share their memory, because no two of them run at once.
+    """Factory of recorders of CUDA graphs, which share their memory, because no two of them run at once.
 
     Args:
         generator: source of the random numbers that the steps draw.
@@ -85,11 +85,11 @@ def _recorded(step: Step, generator: torch.Generator, pool: Any) -> Step:
 
 
 class DecodeGraphs:
-    """Recorded steps by what they are recorded for.
+    """Recorded steps by numbers of rows and keys.
 
     Args:
-        recorder: makes what records steps, anew each time that all graphs are dropped: their memory goes with them.
-        memory: lists the tensors that steps read and write and that may move to other memory between steps.
+        recorder: makes a recorder of steps, a new one whenever all graphs are dropped: their memory goes with it.
+        memory: lists the tensors of steps that may move to other memory between them.
     """
 
     def __init__(self, recorder: Callable[[], Record], memory: Callable[[], Iterable[Tensor]]) -> None:
@@ -107,7 +107,7 @@ class DecodeGraphs:
         Args:
             step: work on the device that waits for nothing and copies nothing from the CPU.
             rows: number of rows.
-            key: what else distinguishes the step from others, apart from the contents of tensors.
+            key: what else distinguishes the step, apart from the contents of tensors.
         """
         if rows > self._most_rows:  # memory of smaller graphs would not serve it: the largest comes first
             self._drop()
@@ -130,9 +130,9 @@ class DecodeGraphs:
         self._record = None
 
     def _drop_if_moved(self) -> None:
-        """Drops all graphs if a tensor has moved: they would read and write memory that may be another's now.
+        """Drops all graphs if a tensor has moved: its old memory may be another's now.
 
-        Another thread has other handles of the libraries, so that it begins anew, too.
+        Another thread has other library handles, so it begins anew, too.
         """
         places = (threading.get_ident(), *((tensor.data_ptr(), tensor.shape) for tensor in self._memory()))
         if places != self._places:

@@ -32,7 +32,7 @@ _RIGHT: WeakSet[PreTrainedModel] = WeakSet()  # validation borrows the same one 
 def check_decoding(slots: Slots, side: str = "engine") -> None:
     """Decodes completions of a short prompt and of a prompt of one token, and compares them with full forward passes.
 
-    Random numbers and counters are afterwards as they were; a model is checked once.
+    Leaves random numbers and counters as they were; checks a model once.
 
     Args:
         slots: without requests.
@@ -64,7 +64,7 @@ def check_decoding(slots: Slots, side: str = "engine") -> None:
 
 
 def _decode(slots: Slots, requests: Sequence[GenerationRequest]) -> list[Completion]:
-    """One completion of each request, decoded together as far as there are slots; nothing of it stays in them."""
+    """One completion of each request, decoded together as far as slots allow; leaves the slots empty."""
     state = slots.generator.get_state()
     num_tokens = slots.num_tokens
     found: list[Completion] = []

@@ -1,10 +1,10 @@
 """Default engine: a continuous-batching decode loop for Hugging Face causal LMs with a KV cache.
 
-`EmbeddedEngine` has the settings. It hands every call on to a `DecodeLoop` in this process, or with `own_process` to a
-`DecodeProcess`, which sends it to a `DecodeLoop` in a child process.
+`EmbeddedEngine` hands every call to a `DecodeLoop` in this process, or with `own_process` to a `DecodeProcess`, which
+sends it to a `DecodeLoop` in a child process.
 
-Each step of the loop samples one token for every active row. A finished row is replaced by a queued sample at once, so
-none waits for the longest completion of a batch. Each prompt is prefilled once; its KV cache is copied to every sample.
+Each step of the loop samples one token for every active row. A queued sample replaces a finished row at once, so none
+waits for the longest completion of a batch. Each prompt is prefilled once; its KV cache is copied to every sample.
 
 | who | waits for | woken by |
 |---|---|---|
@@ -76,28 +76,25 @@ class EmbeddedEngine(EngineWrapper):
 
     Args:
         num_slots: rows decoded together.
-        seed: seed of the random number generator.
+        seed: of the random number generator.
         in_flight_weight_updates: True: new weights are used from the next token on; running completions keep their KV
             cache. False: the requests of one `submit` are a batch that starts when all earlier ones are finished, and
-            updates are applied between batches. Samples then depend only on the seed, the id of the first request of
-            each batch and the order of calls, not on timing, also after a resume.
+            updates are applied between batches. Samples then depend only on the seed, the id of each batch's first
+            request and the order of calls, not on timing, even after a resume.
         device: `auto` is the first accelerator, or the CPU.
         dtype: precision of the weights; log-probabilities are always float32.
-        num_threads: number of torch threads of the polling thread and of threads started later; None keeps torch's
-            number.
+        num_threads: torch threads of the polling thread and of threads started later; None keeps torch's number.
         max_model_len: maximum number of tokens of prompt and completion together; None is the model's limit.
         update_timeout_s: timeout of `load_weights`, and of any wait for the current decode step, in seconds.
-        self_check: compare a few tokens with full forward passes when the first weights are loaded; raise if they
-            differ.
-        own_process: generate in a child process. The trainer then does not share the GIL, which matters most for small
-            models.
-        cuda_graphs: record each decode step once as a CUDA graph and replay it, four tokens at a time, which saves the
-            time in which Python launches kernels. For Llama, Mistral, Qwen2 and Qwen3 on a GPU, in a process of their
-            own. With `in_flight_weight_updates: false`, each batch records anew.
+        self_check: compare a few tokens of the first weights with full forward passes; raise if they differ.
+        own_process: generate in a child process, which does not share the trainer's GIL; matters most for small models.
+        cuda_graphs: record each decode step once as a CUDA graph and replay it, four tokens at a time, which saves
+            Python's launches of kernels. For Llama, Mistral, Qwen2 and Qwen3 on a GPU, with `own_process`. With
+            `in_flight_weight_updates: false`, each batch records anew.
 
     Attributes:
         engine: the decode loop, or the process that runs it.
-        cache_class: class of the KV cache.
+        cache_class: of the KV cache.
 
     Raises:
         ValueError: a setting is out of range.
@@ -154,12 +151,12 @@ class EmbeddedEngine(EngineWrapper):
     def from_module(
         cls, lm: PreTrainedModel, num_slots: int = 256, seed: int = 0, self_check: bool = True, side: str = "engine"
     ) -> EmbeddedEngine:
-        """An engine that samples from the live weights of `lm`, without a copy; only for `run`, in the thread of `lm`.
+        """An engine that samples from the live weights of `lm`; only for `run`, in the thread of `lm`.
 
         Args:
             lm: model to sample from.
             num_slots: rows decoded together.
-            seed: seed of the random number generator.
+            seed: of the random number generator.
             self_check: compare a few tokens with full forward passes.
             side: name of the model in errors of the check, see `check_decoding`.
         """
@@ -211,12 +208,7 @@ class EmbeddedEngine(EngineWrapper):
 
 
 class DecodeLoop(Decoder):
-    """Decodes inside `poll`, in the thread that calls it.
-
-    Args:
-        settings: settings of `EmbeddedEngine`.
-        cache_class: class of the KV cache.
-    """
+    """Decodes inside `poll`, in the thread that calls it."""
 
     takes_adapters = True
 
@@ -261,7 +253,7 @@ class DecodeLoop(Decoder):
 
         Args:
             lm: model.
-            owns_weights: whether its parameters may be moved in memory, because no other object refers to them.
+            owns_weights: see `LlamaForward`.
 
         Raises:
             ValueError: its context is shorter than `max_model_len`, or its decode steps cannot be recorded.
@@ -326,7 +318,7 @@ class DecodeLoop(Decoder):
         return []
 
     def step(self) -> list[Completion]:
-        """Applies new weights, then fills free slots from the queue or samples one token for every active row.
+        """Applies new weights, then fills free slots or samples one token for every active row.
 
         The caller holds the lock.
         """
@@ -355,7 +347,7 @@ class DecodeLoop(Decoder):
         return finished
 
     def _count(self, name: str, began: float, slots: Slots) -> None:
-        """Adds one decode or prefill step that began at `began` of `time.monotonic`, for metrics and a timeline."""
+        """Adds a decode or prefill step, begun at `began` of `time.monotonic`, to metrics and timeline."""
         num_tokens = slots.num_tokens - self.num_tokens
         self.num_tokens = slots.num_tokens
         seconds = time.monotonic() - began
@@ -451,7 +443,7 @@ class DecodeLoop(Decoder):
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Context of a thread that reads or changes slots or queue: it has the lock, and uses the loop's stream."""
+        """Context of a thread that uses slots or queue: it has the lock, and the loop's stream."""
         with self._lock.hold(), self._stream.use():
             while self._submitted:
                 seed = None if self.in_flight_weight_updates else self.settings.seed
@@ -460,7 +452,7 @@ class DecodeLoop(Decoder):
 
     @contextlib.contextmanager
     def borrowing(self) -> Iterator[None]:
-        """Context of decoding with a model of another object, which may have trained it since the last time."""
+        """Context of decoding with another object's model, which may have been trained since the last time."""
         self.slots.invalidate_prompts()  # their keys and values may have been computed with other weights
         with evaluation_mode(self.slots.lm):
             yield
@@ -479,7 +471,7 @@ class DecodeLoop(Decoder):
 
 
 def recommend_vllm(lm: PreTrainedModel) -> None:
-    """Says that vLLM decodes a model of this size faster on a GPU; docs/hardware.md says why it is not the default."""
+    """Says that vLLM is faster for so large a model on a GPU; docs/hardware.md says why it is not the default."""
     num_parameters = sum(parameter.numel() for parameter in lm.parameters())
     if num_parameters < VLLM_PARAMETERS:
         return
@@ -494,7 +486,7 @@ def recommend_vllm(lm: PreTrainedModel) -> None:
 class NewestUpdate:
     """Hands the newest weights from the trainer's thread (`put`) to the decode loop (`take`). Thread-safe.
 
-    An update that was not taken is merged into the next one, which may omit unchanged weights.
+    An update that was not taken is merged into the next, which may omit unchanged weights.
     """
 
     def __init__(self) -> None:
@@ -503,7 +495,7 @@ class NewestUpdate:
         self._update: Update | None = None
 
     def put(self, update: Update) -> None:
-        """Replaces the weights of an earlier update; weights that are only in the earlier one remain."""
+        """Adds an update."""
         with self._lock:
             earlier = {} if self._update is None else self._update.weights
             # the later event is enough: both were recorded by the trainer's thread

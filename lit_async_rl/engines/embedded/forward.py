@@ -1,8 +1,8 @@
 """Forward passes of the embedded engine: our own of Llama-like models, and those of transformers.
 
 Ours is the arithmetic of transformers with a quarter of the operations. Python and kernel launches dominate the time
-per token of a small model, so everything a decoder does not need (mask construction, repeated heads, output objects,
-hooks) is left out. It uses the module's own parameters, so that weight updates need no copy.
+per token of a small model, so it omits all that a decoder does not need (mask construction, repeated heads, output
+objects, hooks). It uses the module's own parameters: weight updates need no copy.
 
 n rows, T tokens each, H hidden size, Hq query heads, Hk key-value heads, D head size.
 """
@@ -37,12 +37,12 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class PlainProducts:
-    """All linear layers of a decoder layer, by products of torch; layers with the same input share one product.
+    """All linear layers of a decoder layer, by torch; layers with the same input share one product.
 
     Args:
         layer: decoder layer of transformers.
-        owns_weights: True makes such parameters adjacent in memory, so that one product reads them all; they remain
-            parameters of their layers. False only concatenates the outputs.
+        owns_weights: True makes such parameters adjacent in memory, for one product; they remain parameters of their
+            layers. False only concatenates the outputs.
     """
 
     def __init__(self, layer: Any, owns_weights: bool) -> None:
@@ -69,7 +69,7 @@ class PlainProducts:
 
 
 class PackedProducts:
-    """The same by oneDNN with packed weights: products fused with additions, multiplications and activations.
+    """The same by oneDNN with packed weights, fused with additions, multiplications and activations.
 
     Args:
         layer: decoder layer of transformers.
@@ -199,7 +199,7 @@ class CachedForward(_Forward):
         return self._states(input_ids, position_ids.expand(len(input_ids), -1), added)
 
     def _additive(self, mask: Tensor) -> Tensor:
-        """The mask as eager attention needs it; the other kernels would convert a boolean mask in every layer."""
+        """The mask as eager attention needs it; other kernels would convert a boolean one in every layer."""
         return torch.where(mask, self._zero, -torch.inf)
 
     def _states(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -226,7 +226,7 @@ _FAST_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class LlamaForward(CachedForward):
-    """Hidden states of new tokens, of a model that it `supports`.
+    """Hidden states of new tokens, for models that it `supports`.
 
     Args:
         lm: the model.
@@ -261,7 +261,7 @@ class LlamaForward(CachedForward):
 
     @staticmethod
     def supports(lm: PreTrainedModel) -> bool:
-        """Whether the class is supported, with plain linear layers (no LoRA), SwiGLU and static rotary embedding."""
+        """Whether the class is known, with plain linear layers (no LoRA), SwiGLU and static rotary embedding."""
         if type(lm) not in _FAMILIES or lm.config.hidden_act != "silu":
             return False
         model: Any = lm.base_model
@@ -297,7 +297,7 @@ class LlamaForward(CachedForward):
         return [self._cos, self._sin]
 
     def _reserve(self, like: Tensor, num_positions: int) -> None:
-        """Computes the rotary embeddings of `num_positions` positions, and as many more, once."""
+        """Computes the rotary embeddings of twice `num_positions`, once."""
         if len(self._cos) >= num_positions and self._cos.dtype == like.dtype:
             return
         num_positions *= 2
@@ -349,7 +349,7 @@ def _attend_causally(
     """Attention of whole prompts, by a kernel that does not hold all scores in memory.
 
     On CUDA, kernels with groups of heads (`enable_gqa`) take no mask, and none of them takes float32; torch would fall
-    back to products that write n Hq T T scores. Hence no mask, and repeated heads where groups are not possible.
+    back to products that write n Hq T T scores. Hence no mask, and repeated heads where groups are impossible.
     """
     if not _takes_groups(query):
         repeats = query.shape[1] // key.shape[1]
@@ -402,7 +402,7 @@ class RowwiseForward(_Forward):
     Args:
         lm: the model.
         caches: caches of the rows; updated by the forward passes.
-        argument: name of the cache argument of the model's forward pass.
+        argument: cache argument of the model's forward pass.
     """
 
     def __init__(self, lm: PreTrainedModel, caches: RowCaches, argument: str) -> None:
@@ -438,7 +438,7 @@ class RowwiseForward(_Forward):
 def cache_and_forward(
     lm: PreTrainedModel, num_slots: int, owns_weights: bool, cache_class: type[SlotCache]
 ) -> tuple[SlotCache | RowCaches, CachedForward | RowwiseForward]:
-    """KV cache and forward pass; one cache and pass per row for models with layers other than attention."""
+    """KV cache and forward pass; one of each per row for models with layers other than attention."""
     device = next(lm.parameters()).device
     if other_layers(lm) and (argument := cache_argument(lm)) is not None:
         rows = RowCaches(num_slots)

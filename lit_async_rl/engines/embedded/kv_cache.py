@@ -27,21 +27,21 @@ class SlotCache:
 
     Attention reads M positions of every row: the length of the longest, rounded up to whole blocks. An implementation
     that supports `ranges` reads fewer positions of the rows behind the long ones. Memory is allocated for more
-    positions, so that M changes without copies; these would take a quarter of the time if a few long rows come and go.
+    positions, so that M changes without copies, which would take a quarter of the time if a few long rows come and go.
 
-    In prefill mode (`begin_prefill`) new keys and values are returned unchanged and stored, to be copied to the slots
-    of all samples of a prompt; otherwise each call appends one position to every active row.
+    In prefill mode (`begin_prefill`) new keys and values are returned unchanged, and stored for the slots of all
+    samples of a prompt; otherwise each call appends one position to every active row.
 
     Args:
         num_slots: S.
-        device: device of the keys and values.
+        device: of keys and values.
         max_positions: upper limit of the rounding of M; GPT-Neo's local layers count positions from M.
 
     Attributes:
-        rewinds: whether a slot still contains its prompt when its completion is finished.
+        rewinds: whether a slot still has its prompt when its completion is finished.
         max_len: M.
         block_positions: M is a multiple of it.
-        growth_percent: size of the allocated memory after it had to grow, if M needs no more.
+        growth_percent: new size of the memory when it must grow, unless M needs more.
         ranges: (first row, end row, number of positions that attention must read) of consecutive rows.
     """
 
@@ -101,13 +101,13 @@ class SlotCache:
 
     @property
     def memory(self) -> list[Tensor]:
-        """Keys and values of all layers; they move to other memory as the cache grows."""
+        """Keys and values of all layers; they move as the cache grows."""
         return self._buffers
 
     # -- called by the engine -----------------------------------------------------------------------------------------
 
     def begin_prefill(self, lengths: Sequence[int]) -> None:
-        """Switches the next forward pass to prefill; `lengths` are not needed, as padding is behind the prompts."""
+        """Switches the next forward pass to prefill; needs no `lengths`, as padding is behind the prompts."""
         self._prefill = []
 
     def end_prefill(self, source: Tensor, slots: Tensor) -> None:
@@ -145,7 +145,7 @@ class SlotCache:
             buffer[:, targets, :, : self.max_len] = buffer[:, sources, :, : self.max_len]
 
     def free(self, slots: Sequence[int]) -> None:
-        """Does nothing: the contents of finished rows stay, for copies of their prompts, until they are overwritten."""
+        """Does nothing: finished rows stay, for copies of their prompts, until they are overwritten."""
 
     def clear(self) -> None:
         """Drops all keys and values."""
@@ -154,7 +154,7 @@ class SlotCache:
         self._capacity = 0
 
     def fit(self, length: int) -> bool:
-        """Sets M for rows of `length` positions; returns whether M shrank, after which longer slots are overwritten."""
+        """Sets M for rows of `length` positions; returns whether M shrank: longer slots are then overwritten."""
         previous = self.max_len
         self.max_len = min(-(-length // self.block_positions) * self.block_positions, self.max_positions)
         if self.max_len <= self._capacity:
@@ -180,7 +180,7 @@ INEXACT_MODEL_TYPES = frozenset({"nemotron_h", "zamba2"})
 
 
 def cache_argument(lm: PreTrainedModel) -> str | None:
-    """Name of the cache argument of the model's forward pass; None if there is none, or decoding with it is inexact."""
+    """Cache argument of the model's forward pass; None if there is none, or decoding with it is inexact."""
     if lm.config.get_text_config().model_type in INEXACT_MODEL_TYPES:
         return None
     known = inspect.signature(body(lm).forward).parameters
@@ -212,7 +212,7 @@ class RowCaches:
         self.prompts = []
 
     def end_prefill(self, source: Tensor, slots: Tensor) -> None:
-        """Gives slot `slots[j]` the cache of prompt `source[j]`, or a copy if other slots need it, too."""
+        """Gives slot `slots[j]` the cache of prompt `source[j]`, or a copy if other slots need it."""
         num_remaining = Counter(source.tolist())
         for number, slot in zip(source.tolist(), slots.tolist(), strict=True):
             num_remaining[number] -= 1

@@ -43,11 +43,8 @@ log = logging.getLogger(__name__)
 class DecodeProcess(Decoder):
     """Sends requests and weights to a decode loop in a child process.
 
-    Weights are passed in files in memory. With in-flight updates, the trainer does not wait until the process has read
+    Weights go through files in memory; with in-flight updates, the trainer does not wait until the process has read
     them. With LoRA, merged layers are sent: the process has no frozen weights to add adapters to.
-
-    Args:
-        settings: settings of the decode loop.
     """
 
     num_running = 0
@@ -123,8 +120,8 @@ class DecodeProcess(Decoder):
         """Samples from these weights from the next token on, or after all earlier requests (see `EmbeddedEngine`).
 
         Raises:
-            ValueError: names or shapes are not the model's. With in-flight updates, `poll` raises this error for all
-                updates but the first.
+            ValueError: names or shapes are not the model's; with in-flight updates `poll` raises it, but for the first
+                update.
             StalledError: older updates were not used within `update_timeout_s`.
             OSError: the files of weights cannot be written.
             EngineError: the process has ended.
@@ -163,8 +160,8 @@ class DecodeProcess(Decoder):
     def _finish_update(self) -> None:
         """Waits until the process has read the last update, and removes its files.
 
-        With in-flight updates, this happens before the next update is written. Nobody needs to wait earlier: messages
-        are executed in order, so that requests submitted after an update are sampled with its weights.
+        With in-flight updates, this happens before the next update is written: messages are executed in order, so
+        requests submitted after an update are sampled with its weights.
         """
         if self._update is None:
             return
@@ -210,7 +207,7 @@ class DecodeProcess(Decoder):
 
 
 def _with_number(device: str) -> str:
-    """The device with the index of this rank's device: without an index, the child would use device 0."""
+    """The device with the index of this rank's: without one, the child would use device 0."""
     resolved = find_device(device)
     if resolved.type == "cpu" or resolved.index is not None:
         return str(resolved)
@@ -226,7 +223,7 @@ def _with_number(device: str) -> str:
 
 
 class Connection:
-    """Starts the child process, and exchanges messages with it. The child ends with this process or `close`.
+    """Starts the child process, and exchanges messages with it. It ends with this process or `close`.
 
     Args:
         on_report: called by the reader's thread with each report, before waiting threads are woken.
@@ -273,7 +270,7 @@ class Connection:
     ) -> int:
         """Sends a message and returns its number, for `answer`.
 
-        With `must_succeed`, an error of the process is raised by every later call, not only by `answer`.
+        With `must_succeed`, every later call raises an error of the process, not only `answer`.
         """
         number = next(self._numbers)
         if must_succeed:
@@ -365,17 +362,17 @@ def as_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def as_tensors(blob: bytes) -> dict[str, Tensor]:
-    """Tensors that `as_bytes` has made bytes of."""
+    """Inverse of `as_bytes`."""
     return load(blob) if blob else {}
 
 
 def pack_requests(requests: Sequence[GenerationRequest]) -> list[dict[str, Any]]:
-    """Requests as JSON, without the `prompt` that an engine of text does not use."""
+    """Requests as JSON, without the `prompt`, which this engine does not use."""
     return [vars(request) | {"sampling": asdict(request.sampling), "prompt": None} for request in requests]
 
 
 def unpack_requests(packed: Sequence[dict[str, Any]]) -> list[GenerationRequest]:
-    """Requests that `pack_requests` has made JSON of."""
+    """Inverse of `pack_requests`."""
     return [
         GenerationRequest(**{**fields, "prompt_ids": tuple(fields["prompt_ids"]), "sampling": _sampling(fields)})
         for fields in packed
@@ -390,13 +387,13 @@ def _sampling(fields: dict[str, Any]) -> SamplingParams:
 
 
 def pack_completions(completions: Sequence[Completion]) -> tuple[list[list[Any]], dict[str, Tensor]]:
-    """Completions of an engine without an environment, as JSON (numbers are exact) and tensors."""
+    """Completions without an environment, as JSON (numbers are exact) and tensors."""
     packed = [[c.request_id, c.sample_index, c.token_ids, c.logprobs, c.versions, c.finish_reason] for c in completions]
     return packed, pack_heads([c.head for c in completions]) | pack_choices([c.experts for c in completions])
 
 
 def unpack_completions(packed: Sequence[list[Any]], tensors: dict[str, Tensor]) -> list[Completion]:
-    """Completions that `pack_completions` has made JSON and tensors of."""
+    """Inverse of `pack_completions`."""
     heads = unpack_heads(tensors, len(packed))
     experts = unpack_choices(tensors, len(packed))
     return [

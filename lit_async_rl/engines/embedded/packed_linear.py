@@ -1,4 +1,4 @@
-"""Linear layers whose weights are kept as oneDNN's products read them, in place of the parameters' own memory."""
+"""Linear layers with weights as oneDNN's products read them, in place of the parameters' memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _ROWS = 64  # hint of the layout; it is the same from eight rows on
 class PackedLinear:
     """A linear layer on the CPU; from the first `write` on, its weight is packed: no gradients.
 
-    A product with few rows takes half of the time, because nothing of the weight is rearranged for it. The parameter
-    keeps its shape, but all its elements are one NaN in memory: the packed weight is no second copy.
+    A product with few rows takes half of the time, because the weight is not rearranged for it. The parameter keeps its
+    shape, but all its elements are one NaN in memory: the packed weight is no second copy.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -54,7 +54,7 @@ class PackedLinear:
 
     @contextmanager
     def in_module(self, unpacked: bool) -> Iterator[None]:
-        """Within it, the layer's own forward pass multiplies by its weight, unpacked for each pass or packed."""
+        """Within it, the layer's own forward pass multiplies by its weight, packed or unpacked for each pass."""
         linear: Any = self._linear
         linear.forward = (lambda x: F.linear(x, self.dense(), linear.bias)) if unpacked else self.__call__
         try:

@@ -33,7 +33,7 @@ class Update:
     """Barrier: new weights, applied when all earlier requests are finished.
 
     Attributes:
-        version: version of the weights.
+        version: of the weights.
         weights: result of `receive_weights`.
         ready: CUDA event behind the copies; None without streams.
     """
@@ -45,7 +45,7 @@ class Update:
 
 @dataclass(frozen=True)
 class NewBatch:
-    """Barrier: re-seeds the random number generator when all earlier requests are finished."""
+    """Barrier: re-seeds the generator when all earlier requests are finished."""
 
     seed: int
 
@@ -53,8 +53,8 @@ class NewBatch:
 class RequestQueue:
     """FIFO queue; requests of higher priority go first, but never past a barrier.
 
-    Prefilling a prompt costs about as much as decoding one token of all rows. Therefore several slots are filled at a
-    time: as soon as an eighth of them is free, or all queued requests fit.
+    Prefilling a prompt costs about as much as decoding one token of all rows, so several slots are filled at a time:
+    once an eighth of them is free, or all queued requests fit.
     """
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class RequestQueue:
 
     @property
     def num_updates(self) -> int:
-        """Number of updates that are not reached yet."""
+        """Number of updates not reached yet."""
         return sum(isinstance(item, Update) for item in self._items)
 
     def push_requests(self, requests: Sequence[GenerationRequest], seed: int | None = None) -> None:
-        """Queues all samples of these requests, behind all others of the same or higher priority.
+        """Queues all samples of these requests behind all of the same or higher priority.
 
-        With a seed, the requests form a batch: it starts when all earlier requests are finished, with a generator
-        seeded by `seed` and the id of its first request.
+        With a seed, they form a batch, which starts when all earlier requests are finished, with a generator seeded by
+        `seed` and the id of its first request.
         """
         if requests and seed is not None:
             self.push_barrier(NewBatch(random.Random(f"{seed} {requests[0].id}").getrandbits(63)))
@@ -87,7 +87,7 @@ class RequestQueue:
         return isinstance(item, Pending) and item.request.priority < request.priority
 
     def push_barrier(self, barrier: Update | NewBatch) -> None:
-        """Appends a barrier; it is reached when all requests before it are finished."""
+        """Appends a barrier."""
         self._items.append(barrier)
 
     def drop(self, request_ids: set[int]) -> None:
@@ -96,7 +96,7 @@ class RequestQueue:
         self._items = deque(kept)
 
     def take_barrier(self, num_active: int) -> Update | NewBatch | None:
-        """Pops the head of the queue if it is a barrier that has been reached."""
+        """Pops the head of the queue if it is a barrier, and all requests before it are finished."""
         head = self._items[0] if self._items and not num_active else None
         if head is None or isinstance(head, Pending):
             return None
@@ -106,8 +106,8 @@ class RequestQueue:
     def take_requests(self, num_active: int, num_slots: int) -> list[Pending]:
         """Pops the requests to prefill now, with `num_active` of `num_slots` slots in use.
 
-        A request that does not fit waits for more free slots, so that its prompt is prefilled only once. It is split if
-        waiting would leave a quarter of the slots idle.
+        A request that does not fit waits for more slots, so that its prompt is prefilled once. It is split if waiting
+        would idle a quarter of the slots.
         """
         free = num_slots - num_active
         if num_active and free < num_slots / 8 and not self._all_fit(free):

@@ -1,4 +1,4 @@
-"""Sampling of the embedded engine: its distributions, draws and records, and the state of each row as tensors.
+"""Sampling of the embedded engine: distributions, draws and records, and the state of each row as tensors.
 
 S slots, C columns for completion tokens.
 """
@@ -21,9 +21,9 @@ from lit_async_rl.utils.device_memory import to_device
 
 
 class HeadRecorder:
-    """Records entropy and likeliest tokens of every sampled token while a request needs them (`width` is not None).
+    """Records entropy and likeliest tokens at every sampled token while a request needs them (`width` is not None).
 
-    Costs nothing otherwise. Its tensors grow with the number of columns and with the largest k.
+    Costs nothing otherwise. Its tensors grow with the columns and the largest k.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -116,10 +116,10 @@ class RowParams:
 
 
 def parts(logits: Float[Tensor, "n V"]) -> list[slice]:
-    """Splits the rows into parts to sample one after the other.
+    """Parts of the rows, to sample one after the other.
 
-    Sampling makes several passes over the vocabulary. On a CPU a part and its temporary values fit into the cache,
-    which is four times as fast at V = 49,152. On other devices there is one part.
+    On a CPU a part and its temporary values fit into the cache, which makes the passes over the vocabulary four times
+    as fast at V = 49,152. Other devices have one part.
     """
     n, size = logits.shape
     rows = max(1, MAX_CACHED_VALUES // size) if logits.device.type == "cpu" else n
@@ -157,9 +157,9 @@ def draw(
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
     """Samples one token per row by the inverse CDF, and returns its log-probability.
 
-    Needs one random number per row instead of one per vocabulary entry. Summation is in float64: neither a float32 sum
-    over a large vocabulary nor a float32 random number (24 bits) would give unlikely tokens their probability. A token
-    of probability 0 is never sampled.
+    Needs one random number per row instead of one per vocabulary entry. Sums are in float64: neither a float32 sum over
+    a large vocabulary nor a float32 random number (24 bits) would give unlikely tokens their probability. A token of
+    probability 0 is never sampled.
 
     Args:
         log_p: log-probabilities of each row.
@@ -176,8 +176,8 @@ def draw(
 def stream_uniform(stream: Int[Tensor, " n"], position: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Random numbers in [0, 1), in float64, that depend on stream and position only.
 
-    Entry number `position` of the SplitMix64 sequence (Steele, Lea and Flood, OOPSLA 2014) that is seeded with
-    SplitMix64 of the stream.
+    Entry `position` of the SplitMix64 sequence (Steele, Lea and Flood, OOPSLA 2014) seeded with SplitMix64 of the
+    stream.
     """
     bits = _split_mix(_split_mix(stream * SPLITMIX_INCREMENT) + position * SPLITMIX_INCREMENT)
     return ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53
@@ -199,7 +199,7 @@ Tokens = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]
 class RowState:
     """State of all rows as tensors with one entry per slot: the Python cost of a token does not grow with the rows.
 
-    Entries of a free slot (`alive` 0) are computed with the others but do not change.
+    Entries of a free slot (`alive` 0) are computed, too, but do not change.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -234,7 +234,7 @@ class RowState:
 
     @property
     def memory(self) -> list[Tensor]:
-        """Tensors that grow, and move to other memory then."""
+        """Tensors that move to other memory as they grow."""
         return [self.stops, self.tokens, self.versions, self.logprobs]
 
     def open(
@@ -251,8 +251,8 @@ class RowState:
             rows: slots.
             sampling: sampling parameters.
             stops: tokens that end a completion.
-            prompt: token ids of the prompt; the first token is sampled after the last of these.
-            stream: stream of random numbers of the first row, and the following ones of the others, see
+            prompt: its token ids; the first token is sampled after the last of these.
+            stream: stream of random numbers of the first row, with the following ones for the others, see
                 `GenerationRequest.seed`; None takes the engine's generator.
         """
         self._reserve(sampling.max_tokens + 1, len(stops))  # one more, into which finished rows write
@@ -310,12 +310,7 @@ class RowState:
         return outcomes
 
     def completions(self, rows: Sequence[int], lengths: Sequence[int]) -> list[Tokens]:
-        """Tokens, log-probabilities and versions of `rows`, in one transfer from the device.
-
-        Args:
-            rows: slots.
-            lengths: number of tokens of each.
-        """
+        """The first `lengths` tokens, log-probabilities and versions of `rows`, in one transfer from the device."""
         width = max(lengths, default=0)
         if not width:
             return [((), (), ()) for _ in rows]
@@ -355,7 +350,7 @@ class RowState:
         self.alive[targets] = alive
 
     def reset_settings(self) -> None:
-        """Resets the flags derived from sampling parameters; call it when no row is active."""
+        """Resets flags derived from sampling parameters; call it when no row is active."""
         self.params.truncates = self.params.greedy = self._has_streams = False
         self.heads.width = None
 

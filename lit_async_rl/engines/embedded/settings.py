@@ -1,4 +1,4 @@
-"""Settings of decoding, and what the engines have in common that follow them, in this process or in a child."""
+"""Settings of decoding, and the base class of the engines that follow them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lit_async_rl.utils.checks import MANY, check_device, check_dtype, check_ran
 
 @dataclass
 class DecodeSettings:
-    """The arguments of `EmbeddedEngine` that its decode loop reads, wherever that runs; checked when they are made.
+    """Arguments of `EmbeddedEngine` that its decode loop reads; checked on creation.
 
     Raises:
         ValueError: a setting is out of range.
@@ -41,11 +41,7 @@ class DecodeSettings:
 
 
 class Decoder(RolloutEngine):
-    """Base class of the two engines behind `EmbeddedEngine`: the loop that decodes, and the one in a child process.
-
-    Args:
-        settings: settings of `EmbeddedEngine`.
-    """
+    """Base class of the engines behind `EmbeddedEngine`: the decode loop, and that in a child process."""
 
     records_heads = True
     records_entropy = True

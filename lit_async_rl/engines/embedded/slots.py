@@ -1,7 +1,7 @@
 """Batch of rows that an embedded engine decodes together.
 
-A finished row stays in the batch until the next prompt takes its slot: that is cheaper than compacting the rows after
-every completion. The rows are compacted once many have finished.
+A finished row stays in the batch until the next prompt takes its slot. Rows are compacted once many have finished,
+which is cheaper than after every completion.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIN_POSITIONS = 64  # allocated at first; doubled as needed
 class ExpertRecorder:
     """Records the experts of every position of a row, beside the KV cache.
 
-    The choices of a prompt are copied to all its samples, like its keys and values. Costs nothing until `begin`.
+    A prompt's choices are copied to all its samples, like keys and values. Costs nothing until `begin`.
 
     Args:
         lm: the model; `begin` registers forward hooks.
@@ -119,7 +119,7 @@ _MAX_READ_SHARE = 0.6  # two products must read at most this share of the positi
 
 
 def split(lengths: Sequence[int], max_len: int) -> tuple[int, int]:
-    """Number of long rows in front, and largest number of positions of the rows behind them.
+    """Number of long rows in front, and largest number of positions of those behind them.
 
     Args:
         lengths: positions of each row in the next `STEPS_BETWEEN_SORTS` steps.
@@ -142,12 +142,12 @@ def split(lengths: Sequence[int], max_len: int) -> tuple[int, int]:
 
 
 class RowOrder:
-    """Moves rows that are much longer than most to the front, periodically and after new rows were added.
+    """Moves rows much longer than most to the front, periodically and after rows were added.
 
-    The order survives rows that finish, and rows from the end that take their slots.
+    Rows may finish, and rows from the end take their slots, without another sort.
 
     Args:
-        is_enabled: whether attention can read fewer positions of some rows; otherwise nothing is moved.
+        is_enabled: whether attention can read fewer positions of some rows; else nothing moves.
     """
 
     def __init__(self, is_enabled: bool = True) -> None:
@@ -164,12 +164,7 @@ class RowOrder:
         return self._is_enabled and self._steps_left == 0
 
     def sort(self, positions: Sequence[int], max_len: int) -> tuple[list[int], list[int]]:
-        """Rows to move, and their targets.
-
-        Args:
-            positions: position of each row, 0 for free ones.
-            max_len: positions that attention reads of the longest rows.
-        """
+        """Rows to move, and their targets; the position of a free row is 0."""
         self._steps_left = STEPS_BETWEEN_SORTS
         lengths = [position + STEPS_BETWEEN_SORTS for position in positions]
         self._num_long, self._short_len = split(lengths, max_len)
@@ -189,7 +184,7 @@ class RowOrder:
 
 
 class StopCheck:
-    """Detects stop strings at the cost of one table lookup per token; costs nothing without stop strings.
+    """Detects stop strings by one table lookup per token; costs nothing without stop strings.
 
     Args:
         lm: the model; its tokenizer is loaded for the first request with stop strings.
@@ -227,12 +222,7 @@ class StopCheck:
         return [] if self._candidates is None else [self._candidates]
 
     def candidates(self, rows: slice | Tensor, tokens: Int[Tensor, " n"]) -> Bool[Tensor, " n"] | None:
-        """Mask of the rows with a newest token that can end a stop string; None without stop strings.
-
-        Args:
-            rows: slots.
-            tokens: newest token of each row.
-        """
+        """Mask of rows with a newest token that can end a stop string; None without stop strings."""
         if self._candidates is None or not self.is_active:
             return None
         return self._candidates[tokens] & (self._rows.alive[rows] > 0)
@@ -254,8 +244,8 @@ MAX_PREFILL_TOKENS = 2**14  # with padding; more would not be faster, and activa
 def prefill_parts(prompts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     """Splits prompts into parts of at most `MAX_PREFILL_TOKENS` tokens with padding, or of one longer prompt.
 
-    Several parts hold prompts of similar lengths. Resumed completions and turns of episodes, which are long and differ
-    in length, are read as prompts, too.
+    Several parts hold prompts of similar lengths. Prompts include resumed completions and turns of episodes, which are
+    long and differ in length.
     """
     if len(prompts) * max(map(len, prompts)) <= MAX_PREFILL_TOKENS:
         return [list(prompts)]
@@ -274,10 +264,10 @@ class Slots:
         lm: the model; used in evaluation mode, without gradients.
         num_slots: S.
         eos_token_ids: tokens that end every completion.
-        seed: seed of the random numbers.
-        owns_weights: whether the model's parameters may be moved in memory, because no other object refers to them.
-        cache_class: class of the KV cache.
-        recorder: makes what records decode steps, as `cuda_graphs` does; None runs each step anew.
+        seed: of the random numbers.
+        owns_weights: see `LlamaForward`.
+        cache_class: of the KV cache.
+        recorder: makes recorders of decode steps, as `cuda_graphs` does; None records none.
 
     Raises:
         ValueError: the model's decode steps cannot be recorded.
@@ -339,11 +329,11 @@ class Slots:
         return embeddings.weight.shape[0]
 
     def invalidate_prompts(self, longer_than: int = 0) -> None:
-        """Invalidates cached prompts after a change of weights, or those longer than the shortened cache."""
+        """Invalidates cached prompts after a change of weights, or only those longer than a shortened cache."""
         self._prompts = [p if p is not None and len(p) <= longer_than else None for p in self._prompts]
 
     def begin_batch(self, seed: int) -> None:
-        """Re-seeds and clears all state, so that later results are independent of earlier requests."""
+        """Re-seeds and clears all state: later results are independent of earlier requests."""
         if self.num_active:
             raise InvariantError(f"{self.num_active} slots are in use")
         self.generator.manual_seed(seed)
@@ -354,10 +344,10 @@ class Slots:
 
     @torch.no_grad()
     def admit(self, pending: Sequence[Pending], version: int) -> list[Completion]:
-        """Starts completions and samples their first tokens; returns completions that are finished already.
+        """Starts completions and samples their first tokens; returns those that are finished already.
 
-        Each prompt is prefilled once. If a slot still has its KV cache, the cache is copied, and the prompt's last
-        token is decoded together with the tokens of all other rows.
+        Each prompt is prefilled once. If a slot still has its KV cache, that is copied, and the prompt's last token is
+        decoded together with all other rows.
         """
         if not self._experts.is_recording and any(item.request.sampling.experts for item in pending):
             self._experts.begin()
@@ -381,7 +371,7 @@ class Slots:
         return finished + self.decode(version) if known else finished
 
     def _read(self, pending: Sequence[Pending], slots: Sequence[int], version: int) -> list[Completion]:
-        """Prefills each distinct prompt once, copies its cache to all its samples, and samples their first tokens."""
+        """Prefills each distinct prompt once, copies its cache to its samples, and samples first tokens."""
         slots_of: dict[tuple[int, ...], list[int]] = {}
         prompts = [item.request.prompt_ids for item in pending for _ in range(item.num_samples)]
         for prompt, slot in zip(prompts, slots, strict=True):
@@ -444,7 +434,7 @@ class Slots:
         return finished
 
     def _replay(self, graphs: DecodeGraphs, n: int) -> Int[Tensor, "kinds n"]:
-        """`_decode_rows` of the first n slots as a recorded step, whose next replay overwrites the result."""
+        """`_decode_rows` of the first n slots as a recorded step; its next replay overwrites the result."""
         padded = num_rows(n, self.num_slots)
         key = (self._cache.max_len, self._rows.flags, self._stop_check.is_active)
         step = partial(self._decode_rows, padded, num_long=padded, short_len=0)
@@ -472,13 +462,9 @@ class Slots:
         return outcomes[None] if candidates is None else torch.stack([outcomes, candidates])
 
     def _close_finished(self, outcomes: list[list[int]], slots: Sequence[int]) -> list[Completion]:
-        """Closes the rows that have finished, and returns their completions.
+        """Closes rows that have finished by the outcomes of `_sample`; returns their completions.
 
-        Waits for the device if there are completions, or possible stop strings.
-
-        Args:
-            outcomes: result of `_sample`.
-            slots: the rows of `outcomes`.
+        Waits for the device if there are completions or possible stop strings.
         """
         self._longest += 1
         found, *candidates = outcomes
@@ -493,7 +479,7 @@ class Slots:
         return finished
 
     def _find_stop_strings(self, outcomes: list[int], may_stop: Sequence[int], slots: Sequence[int]) -> None:
-        """Sets the outcomes of rows at a stop string to `AT_STOP`, among those that may be at one."""
+        """Sets outcomes to `AT_STOP` for rows at a stop string, among those that may be at one."""
         indices = [index for index, candidate in enumerate(may_stop) if candidate]
         rows = [slots[index] for index in indices]
         for index, row, (sampled, _, _) in zip(indices, rows, self._sampled(rows), strict=True):
@@ -586,7 +572,7 @@ class Slots:
         del self._owners[self.num_active :]
 
     def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Moves rows to other slots, which may be among `sources`; sources without a new row become free."""
+        """Moves rows and their owners to other slots, see `RowState.move`."""
         if not sources:
             return
         before = self._index(sources)
