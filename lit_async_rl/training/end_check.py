@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def check_end(trainer: AnyTrainer, policy: CausalPolicy, model: str) -> None:
-    """Logs a warning for each problem at the end of the run, on rank 0. No errors, as it may be solved until then.
+    """Warns of each problem at the end of the run, on rank 0. Not an error: it may be solved until then.
 
     Args:
         trainer: trainer of the run.
@@ -62,7 +62,7 @@ def checkpoint_bytes(policy: CausalPolicy, optimizers: list[Any]) -> int:
 
 
 def free_bytes_per_file(folder: Path, number: int) -> int:
-    """Largest size in bytes of each of `number` new files of equal size in a folder, which may not exist yet."""
+    """Largest size of each of `number` equal new files in a folder, which may not exist yet."""
     candidates = (folder.absolute(), *folder.absolute().parents)
     existing = next(path for path in candidates if path.exists())
     free_bytes = shutil.disk_usage(existing).free // number
