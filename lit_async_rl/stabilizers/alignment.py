@@ -5,9 +5,8 @@ of g along p:
 
     g~ = g - (1 - a) (<g, p> / |p|^2) p,      |g~|^2 = |g|^2 (1 - c^2 + a^2 c^2),      <g~, g> >= 0
 
-From the paper: the cosine of consecutive gradients, a projection by parallel and orthogonal part, and thresholds
-between applying, projecting and skipping. The value of a, the thresholds, the sign of c and the choice of p are not
-established, and are therefore options.
+The value of a, the thresholds, the sign of c and the choice of p are not established by the paper, and are therefore
+options, see `GradientAlignmentControl`.
 """
 
 from __future__ import annotations
