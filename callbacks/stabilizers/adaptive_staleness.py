@@ -1,4 +1,4 @@
-"""Closed-loop control of the staleness bound by the effective sample size (or the KL divergence)."""
+"""Closed-loop control of the staleness bound."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AdaptiveStaleness(SignalCallback):
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
 
     Raises:
-        ValueError: a setting is out of range, or the data module has no bound or cannot change it.
+        ValueError: a setting is out of range, or the data module has no bound that it can change.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Detects a collapse of training early, reports it, and acts on it."""
+"""Detection of a collapse of training."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class ESSLearningRate(SignalCallback):
         self._signals.add(signals)
 
     def apply(self, optimizer: Optimizer) -> dict[str, float]:
-        """Scales the learning rate of the optimizer's next (or running) step; returns the metrics."""
+        """Scales the learning rate of the next (or running) step; returns the metrics."""
         optimizer = raw_optimizer(optimizer)
         signals = self.reduce_signals(optimizer)
         scale = self._scale(signals)

@@ -23,8 +23,8 @@ class EstimatorBlend(SignalCallback):
         share = clip((N~ / min_samples - 1) / 0.5, 0, 1)
 
     N~ is the geometric mean of N over the `num_steps` steps before: the weights of the batch itself would bias the
-    estimate. With few effective samples sequence weights have too large a variance, and token weights take their place.
-    In the first step the share is 0. Not from a paper; the author of VCPO reports that sequence weights need a large
+    estimate. With few effective samples, token weights replace sequence weights, whose variance is then too large. In
+    the first step the share is 0. Not from a paper; the author of VCPO reports that sequence weights need a large
     batch. Without `BlendedIS` it only measures.
 
     Logs `blend/num_samples` (N) and `blend/share` of the step.

@@ -1,4 +1,4 @@
-"""Gradient alignment control (GAC): applies, projects or skips steps by the cosine of consecutive gradients."""
+"""Gradient alignment control (GAC)."""
 
 from __future__ import annotations
 

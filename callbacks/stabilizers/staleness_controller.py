@@ -1,4 +1,4 @@
-"""Corrects and slows down a run before stale data make it collapse; gives speed back when signals allow."""
+"""Control of correction, learning rate and staleness bound by the forecast of a collapse."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class LeaveOneOut(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class GlobalMeanStd(AdvantageEstimator):
-    """A = (R - mean) / (std + eps) over the whole step. REINFORCE++, arXiv:2501.03262, without its token-level KL.
+    """A = (R - mean) / (std + eps) over the step. REINFORCE++, arXiv:2501.03262, without its token-level KL.
 
     Mean and standard deviation count each rollout once; OpenRLHF and verl count each of its tokens, so that long
     completions weigh more, and verl adds eps to the variance.

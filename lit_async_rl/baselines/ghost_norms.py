@@ -67,7 +67,7 @@ class InputGrams:
 
 
 def linear_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor, " B"]:
-    """||sum_t e_t x_t^T||^2 of each row, by Gram matrices or per-row gradients, whichever is cheaper.
+    """||sum_t e_t x_t^T||^2 of each row, by Gram matrices or, where cheaper, per-row gradients.
 
     Per-row gradients, which then take less memory than the activations, are kept: their weighted sum is the gradient of
     the update.
@@ -110,7 +110,7 @@ def has_sharded_parameters(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def elementwise_factor(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Factor of the weight in the output of a norm layer: the output is linear in the weight.
+    """Factor of the weight in the output of a norm layer, which is linear in it.
 
     Evaluates the layer with weights 1 and 0: its own may be sharded.
     """
@@ -236,17 +236,16 @@ class GhostTape:
         norms = tape.squared_norms(coefficients, input_ids, mask, temperature)
 
     The graph stays usable for the real backward pass. Linear layers (LoRA's too), transformers' `Conv1D`, embeddings
-    and norm layers are supported, also with a tied output head, which is evaluated in chunks of `policy.chunk_tokens`
-    tokens.
+    and norm layers are supported, also with a tied output head; the head is evaluated in chunks of
+    `policy.chunk_tokens` tokens.
 
     Args:
         policy: with or without packing.
         last_blocks: number of last transformer blocks in the norms, besides the head; None is all.
 
     Raises:
-        ValueError: a trainable parameter belongs to a layer of another type, to a layer that runs twice, to two layers
-            (other than embedding and head), or to an adapter of the head, or gradient checkpointing discards the
-            activations.
+        ValueError: a trainable parameter belongs to a layer of another type or that runs twice, to two layers (other
+            than embedding and head), or to an adapter of the head; or gradient checkpointing discards activations.
     """
 
     def __init__(self, policy: CausalPolicy, last_blocks: int | None = None) -> None:
@@ -384,7 +383,7 @@ class GhostTape:
         columns: slice,
         support: Support | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms of the head, gradient at its input, and its output gradients at the ids of prompt and completion.
+        """Norms of the head, gradient at its input, and output gradients at the ids of prompt and completion.
 
         Only `columns` predict tokens that count. The output gradients [B, columns, T] serve the cross term of a tied
         embedding, whose gradient overlaps that of the head in the rows of the input ids.

@@ -44,9 +44,9 @@ class Norms(Enum):
 
     GHOST: all trajectories of a micro-batch from one backward pass to the layers' outputs; supports DDP and FSDP, but
         not tensor parallelism, which divides the layers.
-    PER_TRAJECTORY: one backward pass per trajectory; any module with unsharded parameters (single device, DDP). SCORE:
-    a proxy from the probabilities of the sampled tokens, without a backward pass, see `score_squared_norms`. Any model,
-    any layout.
+    PER_TRAJECTORY: one backward pass per trajectory; any module with unsharded parameters (single device, DDP).
+    SCORE: a proxy from the probabilities of the sampled tokens, without a backward pass, see `score_squared_norms`. Any
+        model, any layout.
     """
 
     GHOST = "ghost"
@@ -70,7 +70,7 @@ def optimal_advantages(
     divide_by_std: bool = True,
     eps: float = 1e-6,
 ) -> Float[Tensor, " B"]:
-    """(R - b*) / (std + eps) within each group; exactly 0 for a group of equal rewards, and for padding (index -1)."""
+    """(R - b*) / (std + eps) within each group; exactly 0 for equal rewards and for padding (index -1)."""
     advantages = torch.zeros_like(rewards)
     for index in group_index.unique().tolist():
         rows = group_index == index
@@ -85,7 +85,7 @@ def optimal_advantages(
 def per_trajectory_squared_norms(
     policy: CausalPolicy, logprobs: Float[Tensor, "B T"], coefficients: Float[Tensor, "B T"]
 ) -> Float[Tensor, " B"]:
-    """|| d/d theta sum_t c_it log pi(y_it) ||^2 of each row i, by one backward pass each; retains the graph.
+    """|| d/d theta sum_t c_it log pi(y_it) ||^2 of each row i, by a backward pass each; retains the graph.
 
     Raises:
         ValueError: parameters are sharded.
@@ -128,7 +128,7 @@ class OptimalBaseline:
         norms: computation of the gradient norms, see `Norms`.
         flavour: definition of W_i, see `Flavour`.
         divide_by_std: divide by the group's population standard deviation, as the paper's runs do.
-        eps: added to the standard deviation, which bounds advantages of nearly equal rewards.
+        eps: added to the standard deviation.
         last_blocks: take the norms over the head and this many last transformer blocks, a proxy at a fraction of the
             cost of a backward pass; None is all layers.
 

@@ -106,7 +106,7 @@ class TruncatedIS(Leveled):
 
 @dataclass(frozen=True)
 class TokenTruncatedIS(TruncatedIS):
-    """Truncated ratio of each token: TIS (Yao et al. 2025) with its usual cap of 2. MiniRL (arXiv:2512.01374): 5."""
+    """Truncated ratio of each token: TIS (Yao et al. 2025) with its usual cap, 2; MiniRL (arXiv:2512.01374): 5."""
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class TokenRejection(LeveledRejection):
 
 @dataclass(frozen=True)
 class SequenceRejection(LeveledRejection):
-    """Drops completions by sums over their tokens (verl: seq_sum_k1 and so on; its preset keeps ratios in [0.5, 2])."""
+    """Drops completions by sums over their tokens (verl: seq_sum_k1 and so on, preset [0.5, 2])."""
 
     level: ClassVar[Level] = "sequence"
 

@@ -241,7 +241,7 @@ class SourceMean(Aggregation):
 
 
 def within_sources(aggregation: Aggregation) -> Aggregation:
-    """The average within a source: the innermost aggregation, which reads the lengths of rollouts."""
+    """The innermost aggregation, which averages within a source."""
     return within_sources(aggregation.aggregation) if isinstance(aggregation, SourceMean) else aggregation
 
 

@@ -28,8 +28,8 @@ class LossInputs:
         group_index: group of each row: the completions of one prompt.
         advantages: advantage A of each token.
         loss_mask: True where a token trains.
-        head_logprobs: log pi of the k likeliest tokens at each position, which the engine recorded (`sampling.head`),
-            with gradient; None if the loss does not need them.
+        head_logprobs: log pi, with gradient, of the k likeliest tokens that the engine recorded (`sampling.head`); None
+            if the loss does not need them.
         head_behavior_logprobs: log mu of the same tokens; -inf where mu is 0.
         behavior_entropy: entropy of mu at each token, in nats.
     """
@@ -100,7 +100,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
-    """Loss of each token, not reduced and 0 where `loss_mask` is False; `clipped` marks tokens with a cut gradient."""
+    """Loss of each token, 0 where `loss_mask` is False; `clipped` marks tokens with a cut gradient."""
 
     per_token: Float[Tensor, "B T"]
     clipped: Bool[Tensor, "B T"]
@@ -114,8 +114,8 @@ class PolicyLoss(ABC):
     Attributes:
         uses_proximal: True if the loss contains the ratio to the proximal policy; if False, ratios enter as correction
             weights only.
-        needs_behavior_proximal: True if that ratio is the method's own off-policy correction: the proximal policy must
-            then be the behavior policy, and any further correction would count twice.
+        needs_behavior_proximal: True if that ratio is the method's off-policy correction: the proximal policy must then
+            be the behavior policy, and another correction would count twice.
         needs_reference: True if the proximal policy is the frozen reference policy.
         needs_entropy: whether it reads the entropy of the sampling distributions.
         needs_head: smallest admissible `data.sampling.head`; None if the loss reads no recorded distributions, 0 if

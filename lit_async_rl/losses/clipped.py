@@ -66,12 +66,12 @@ def clipped_surrogate(
 class PPOClip(PolicyLoss):
     """Clipped surrogate: L = -min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_prox.
 
-    Schulman et al. 2017, arXiv:1707.06347, eq. 7. Other methods are this loss with other choices elsewhere:
-    GRPO (arXiv:2402.03300) with `SequenceMean` and `GroupMeanStd`; Dr. GRPO (arXiv:2503.20783) with `FixedLength` and
-    `GroupMean`; DAPO (arXiv:2503.14476) with `TokenMean` and `clip_high` 0.28; decoupled PPO (AReaL,
-    arXiv:2505.24298) and A-3PO with `CurrentProximal` or `InterpolatedProximal` and a correction; TIS and IcePop the
-    same with `TokenTruncatedIS` and `IcePop`. `dual_clip` bounds the loss of tokens with negative advantage at -c A
-    (Ye et al. 2020, arXiv:1912.09729, eq. 5).
+    Schulman et al. 2017, arXiv:1707.06347, eq. 7. Other methods are this loss: GRPO (arXiv:2402.03300) with
+    `SequenceMean` and `GroupMeanStd`; Dr. GRPO (arXiv:2503.20783) with `FixedLength` and `GroupMean`; DAPO
+    (arXiv:2503.14476) with `TokenMean` and `clip_high` 0.28; decoupled PPO (AReaL, arXiv:2505.24298) and A-3PO with
+    `CurrentProximal` or `InterpolatedProximal` and a correction; TIS and IcePop the same with `TokenTruncatedIS` and
+    `IcePop`. `dual_clip` bounds the loss of tokens with negative advantage at -c A (Ye et al. 2020, arXiv:1912.09729,
+    eq. 5).
 
     Example:
         ```python
@@ -218,8 +218,7 @@ class SAT(PolicyLoss):
     With d = log r, r = pi / pi_prox, and q the `quantile` of |d| over the tokens of the micro-batch, of all ranks (a
     collective): where |d| > q the bound on the token's side (`clip_high` where d > 0, `clip_low` where d < 0) is
     multiplied by 2 / (1 + (|d| / q)^2). As in PPO-clip, tokens that move back toward r = 1 keep their gradient.
-    quantile = 1 is PPO-clip. From a summary of the paper: the exponent 2 is the paper's, the rest of the factor ours (1
-    at the threshold, decreasing).
+    quantile = 1 is PPO-clip. The exponent 2 is from a summary of the paper, the rest of the factor ours.
 
     Args:
         clip_low: how far r may fall below 1.

@@ -35,7 +35,7 @@ def context_length(lm: PreTrainedModel) -> int:
 
 
 def configured_length(of_model: PreTrainedConfig) -> int:
-    """Context length in tokens: positions, the shortest attention window, or `rotary_length`, whichever is least."""
+    """Context length in tokens: the least of positions, attention windows and `rotary_length`."""
     config = of_model.get_text_config()
     length = min(getattr(config, "max_position_embeddings", None) or 2**20, rotary_length(config) or 2**20)
     names = WINDOW_SETTINGS if getattr(config, "use_sliding_window", True) else ()

@@ -65,7 +65,7 @@ def _announce_eager(kind: str, default: str, setting: str) -> None:
 
 
 def decoding_attention(lm: PreTrainedModel) -> str:
-    """Kernel that takes the masks of the embedded engine and honours the configuration: `sdpa`, or else `eager`."""
+    """Kernel that takes the embedded engine's masks and honours the configuration: `sdpa`, else `eager`."""
     return "sdpa" if lm._supports_sdpa and not ignored_setting(lm, "sdpa") else "eager"
 
 

@@ -31,8 +31,8 @@ class EndTokens:
     Attributes:
         ids: all end tokens; empty if nothing ends a completion.
         named: ids by source (generation_config, config, tokenizer, chat template) that names any.
-        left_out: named ids that are no end, because the chat template writes them inside of a turn.
-        turn_end: text that the chat template writes after an assistant's last message; empty if it writes none.
+        left_out: named ids that are no end: the chat template writes them inside of a turn.
+        turn_end: text that the chat template writes after an assistant's last message.
         turn_ends_with_token: False if that text begins with ordinary text instead of a special token.
     """
 
@@ -63,17 +63,17 @@ class EndTokens:
 
 
 def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
-    """Token ids that end a completion of a loaded model, see `find_end_tokens`. Warns if there are none."""
+    """End tokens of a loaded model, see `find_end_tokens`. Warns if there are none."""
     return _ids_or_warning(find_end_tokens(lm.name_or_path or "", lm.generation_config, lm.config), lm.name_or_path)
 
 
 def stored_eos_token_ids(model: str) -> tuple[int, ...]:
-    """Token ids that end a completion, read from the files of a model that is not loaded. Warns if there are none."""
+    """End tokens from the files of a model. Warns if there are none."""
     return _ids_or_warning(stored_end_tokens(model), model)
 
 
 def stored_end_tokens(model: str) -> EndTokens:
-    """Tokens that end a completion of the model in a folder or on the hub, see `find_end_tokens`."""
+    """End tokens of the model in a folder or on the hub, see `find_end_tokens`."""
     return find_end_tokens(model, load_generation_config(model), load_config(model))
 
 

@@ -1,4 +1,4 @@
-"""Offline mode of the Hugging Face libraries if the hub cannot be reached; their own retries take half a minute."""
+"""Offline mode of the Hugging Face libraries if the hub is out of reach; their own retries take half a minute."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _patch_lock = threading.Lock()
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Context in which parameters are created on the meta device; buffers are computed, because files lack most.
+    """Context that creates parameters on the meta device, but computes buffers, because files lack most.
 
     Patches `nn.Module` while active, for the thread that entered only.
     """
@@ -97,7 +97,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, lm: nn.Module, part: nn.Module, device: torch.device) -> None:
-        """Reads stored buffers of `part` and its parameters on the meta device; of sharded ones only own slices.
+        """Reads stored buffers of `part`, and its parameters on the meta device (of sharded ones own slices).
 
         Args:
             lm: model whose parameter names the files use; contains `part`.
@@ -117,7 +117,7 @@ class WeightFiles:
         self._load({name: own[name].detach() for name in names} | stored)
 
     def _check_tied(self, lm: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """Checks that files have one value for parameters that are one in the model."""
+        """Checks that files have one value for tied parameters."""
         first = {id(parameter): name for name, parameter in parameters.items()}
         for other, parameter in lm.named_parameters(remove_duplicate=False):
             name = first.get(id(parameter), other)
@@ -291,8 +291,8 @@ def load_policy(
     Args:
         model: name on the Hugging Face hub, or folder with `config.json` and weights.
         dtype: name of a torch dtype.
-        attn_implementation: attention implementation of transformers; None is its default, or eager attention if the
-            default ignores a setting of the configuration, see `choose_attention`.
+        attn_implementation: as in transformers; None is its default, or eager attention if that ignores a setting of
+            the configuration, see `choose_attention`.
         random_init: initialise randomly, with the architecture of `model`.
         device: `auto` is the first accelerator, or the CPU; `meta` reads no weights (`WeightFiles` does so later).
         adapter: `merge` an adapter in the folder into the weights, or `leave_out`, for callers that load it.
@@ -446,7 +446,7 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
 
 
 def adapter_folder(model: str) -> str | None:
-    """Folder of a model's PEFT adapter: `model` itself, or the local copy of a repository; None without adapter."""
+    """Folder of a model's PEFT adapter: `model`, or the local copy of a repository; None without one."""
     model = located(model)
     if is_hub_name(model):
         return adapter_snapshot(model)
@@ -477,7 +477,7 @@ def base_of(model: str) -> str:
 
 @contextmanager
 def _without_adapter(model: str) -> Iterator[str]:
-    """Context with the name or folder of a model without its adapter, whose layers transformers would insert."""
+    """Context with the name or folder of a model without its adapter."""
     base = base_of(model)
     if base != adapter_folder(model):
         yield base
@@ -574,7 +574,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model:
 
 
 def stored_dtype(model: str) -> str:
-    """Name of the dtype of a model's files; float32 if its configuration does not name one.
+    """Name of the dtype of a model's files; float32 if its configuration names none.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -585,7 +585,7 @@ def stored_dtype(model: str) -> str:
 
 @contextmanager
 def errors_naming(setting: str, section: str = "") -> Iterator[None]:
-    """Context in which another model than the policy is loaded: errors name its settings in place of `model`'s.
+    """Context for loading another model than the policy: errors name its settings in place of `model`'s.
 
     Args:
         setting: in place of `model.model`.

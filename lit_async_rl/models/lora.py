@@ -37,8 +37,7 @@ class LoRA:
     Args:
         rank: rank of the update.
         alpha: the update is scaled by alpha / rank.
-        target_modules: names of the adapted layers, or a regular expression of their full names; None is the default of
-            PEFT.
+        target_modules: names of the adapted layers, or a regular expression of full names; None is PEFT's default.
         modules_to_save: names of layers to train in full, without adapters (such as "embed_tokens", for new tokens). A
             KL penalty then takes a frozen copy of the model as its reference.
         continue_adapter: continue to train the adapter in the model's folder (`adapter_config.json` of PEFT, as written

@@ -105,7 +105,7 @@ class _Tree:
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
-        """Begin, end and end of the descendants of each run of tokens with the same descendants."""
+        """Begin, end and end of descendants of each run of tokens that have the same ones."""
         begins = np.flatnonzero(np.diff(self.until, prepend=-1))
         ends = np.append(begins[1:], len(self.until))
         return list(zip(begins.tolist(), ends.tolist(), self.until[begins].tolist(), strict=True))
@@ -389,7 +389,7 @@ def packing_for(lm: PreTrainedModel, packing: PrefixTreePacking) -> PrefixTreePa
 
 
 def why_unpackable(lm: PreTrainedModel) -> str:
-    """Reason for which a model's rows are computed separately; empty if it can be packed.
+    """Reason why a model cannot be packed; empty if it can.
 
     Packed models mix tokens by attention with the given mask only, and take position ids.
     """

@@ -33,7 +33,7 @@ MAX_COMPLETION_LENGTH = 3  # tokens
 
 
 def random_tokens(lm: PreTrainedModel, number: int, seed: int = 0) -> list[int]:
-    """Random token ids of the model's vocabulary, without the special tokens named in its configuration."""
+    """Random token ids, without the special tokens named in the model's configuration."""
     text_config = lm.config.get_text_config()
     special = {
         value
@@ -135,7 +135,7 @@ def compare(
 
 
 def compute_dtype(lm: PreTrainedModel) -> str:
-    """Name of the dtype of the model's computations in the present context; `tf32` is float32 on an accelerator."""
+    """Name of the dtype of computations in the present context; `tf32` is float32 on an accelerator."""
     kind = lm.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else lm.dtype
     name = str(dtype).removeprefix("torch.")

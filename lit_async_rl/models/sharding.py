@@ -182,7 +182,7 @@ class FSDPStrategy(WholeFolders, strategies.FSDPStrategy):
 
     @property
     def mixed_precision_config(self) -> MixedPrecision | None:
-        """The precision's configuration without casts of buffers: rounded rotary frequencies are other positions."""
+        """The precision's configuration without casts of buffers, which would shift rotary positions."""
         config = super().mixed_precision_config
         return config if config is None or self.mixed_precision else replace(config, buffer_dtype=None)
 

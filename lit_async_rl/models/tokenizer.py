@@ -71,7 +71,7 @@ class StopStrings:
         return _may_end(self.tokenizer, stops, self._vocab_size)
 
     def is_at_end(self, token_ids: Sequence[int], stops: Sequence[str]) -> bool:
-        """Whether the last token completes a stop string; the text of the tokens before it must contain none."""
+        """Whether the last token completes a stop string; the text before it must contain none."""
         tail = self._tail_text(token_ids, EXTRA_TAIL_TOKENS + MAX_CHARACTER_BYTES * max(map(len, stops)))
         if not any(stop in tail for stop in stops):
             return False
@@ -79,7 +79,7 @@ class StopStrings:
         return any(stop in text for stop in stops)
 
     def first_end(self, token_ids: Sequence[int], stops: tuple[str, ...], after: int = 0) -> int | None:
-        """Smallest n > `after` such that the text of the first n tokens contains a stop string; None if none does."""
+        """Smallest n > `after` for which the first n tokens contain a stop string; None if there is none."""
         candidates = self.may_end(stops)[torch.tensor(token_ids[after:], dtype=torch.long)].nonzero()[:, 0]
         ends = (after + n + 1 for n in candidates.tolist())
         return next((end for end in ends if self.is_at_end(token_ids[:end], stops)), None)
@@ -401,7 +401,7 @@ class TextCodec:
         """Checks that completions of chat prompts can end.
 
         Args:
-            has_messages: whether the prompts are messages, so that the chat template defines the end of a turn.
+            has_messages: whether prompts are messages: the chat template then defines the end of a turn.
             can_stop: whether stop strings, stop tokens or end tokens are set.
 
         Raises:

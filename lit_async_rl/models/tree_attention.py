@@ -1,8 +1,8 @@
 """Attention over a prefix tree on a CPU, split at its branches: exactly the pairs of the tree, without a mask.
 
-In depth-first order the descendants of a run of tokens follow it, so two calls of torch's kernel do for each run: its
-tokens to themselves (causal), and all of its descendants to it (every pair). The parts of a token's softmax are merged
-by their normalisers: with o_p the output over a part p of its keys, and l_p the logarithm of that part's normaliser,
+In depth-first order the descendants of a run of tokens follow it, so that each run takes two calls of torch's kernel:
+its tokens to themselves (causal), and its descendants to it (every pair). The parts of a token's softmax are merged by
+their normalisers: with o_p the output over a part p of its keys, and l_p the logarithm of that part's normaliser,
 
     l = log sum_p exp(l_p),    o = sum_p exp(l_p - l) o_p
 

@@ -71,7 +71,7 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
     exhausted, because iterating is a collective. The low-rank factors of a weight precede it (see `stream_weights`). If
     it is frozen, only they are copied, and `apply_weights` adds their product to the live weight.
 
-    A weight that comes as `UNCHANGED` is not in the result.
+    The result lacks weights that come as `UNCHANGED`.
 
     Raises:
         ValueError: names or shapes differ from `lm`; only the second name of tied parameters may be missing.
@@ -244,7 +244,7 @@ def adapted_layers(causal_lm: nn.Module) -> dict[str, Any]:
 
 
 def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
-    """Name of a parameter or buffer in the model without adapters and wrappers; None for parameters of adapters.
+    """Name of a parameter or buffer without adapters and wrappers; None for parameters of adapters.
 
     PEFT wraps a layer: its weight and bias become `LAYER.base_layer.weight` and `.bias`, beside the adapter's
     `LAYER.lora_A...`. Engines, exports and copies for validation use the plain name.

@@ -143,7 +143,7 @@ class CollapseTrend:
     other reasons. Reports the collapse until the reward has recovered.
 
     Args:
-        min_ess_ratio: lower limit of the median effective sample size of `window` steps, as a share of the completions.
+        min_ess_ratio: lower limit of the median effective sample size, as a share of the completions.
         reward_drop: required fall of the mean reward of `window` steps, as a share of the best such mean.
         window: number of steps of the median and the mean.
     """
@@ -271,7 +271,7 @@ class CollapseForecast:
     (docs/measurements/collapse_forecast.json).
 
     Attributes:
-        LIMIT: log-odds that 2.5 % of the healthy runs that the rule was fitted to ever exceed.
+        LIMIT: log-odds that 2.5 % of the healthy runs of the fit ever exceed.
         signals: log10(e) and log10(g) of the last step.
     """
 

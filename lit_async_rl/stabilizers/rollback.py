@@ -103,15 +103,15 @@ class _LimitedRollback(AlarmAction):
 
     @abstractmethod
     def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
-        """Restores weights and optimizer state; returns a sentence for the report, or None without a saved state."""
+        """Restores weights and optimizer state; returns a sentence for the report, None without a saved state."""
 
 
 class RollBack(_LimitedRollback):
     """Restores weights, buffers, a resettable reference policy and optimizer moments from a copy of a healthy step.
 
-    Each rank copies its own shards to CPU memory, under every strategy, without communication. Schedulers are not
-    rolled back, nor is the order of prompts. Parameters unfrozen or added to the optimizer since then keep their
-    weights, with new moments.
+    Under every strategy each rank copies its own shards to CPU memory, without communication. Schedulers are not rolled
+    back, nor is the order of prompts. Parameters unfrozen or added to the optimizer since then keep their weights, with
+    new moments.
 
     Copies are not checkpointed. The first healthy step after a checkpoint takes one, as the first of a resumed run
     does, so that a resumed run continues like an uninterrupted one, unless it rolls back before that.
@@ -238,7 +238,7 @@ class RollBackToCheckpoint(_LimitedRollback):
         return f"Weights and moments were rolled back to the checkpoint {path}, saved as {original}."
 
     def _classify_when_written(self, trainer: AnyTrainer, is_healthy: bool) -> None:
-        """Classifies the newest checkpoint as healthy or not, once it is completely written."""
+        """Classifies the newest checkpoint as healthy or not, once it is written."""
         names = _names(trainer)
         checkpoint_io = trainer.strategy.checkpoint_io
         if not names or not trainer.is_global_zero:

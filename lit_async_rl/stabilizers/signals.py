@@ -52,9 +52,9 @@ class StepSignals:
     Attributes:
         num_samples: completions with at least one token that counts.
         num_broken: completions among them whose log-weight is NaN or infinite.
-        ess_ratio: effective sample size of raw sequence weights (VCPO, arXiv:2602.17616) over `num_samples`, between
-            1 / `num_samples` and 1; NaN weights count as 0; None without samples.
-        kl: mean k3 estimate of KL(mu || pi) per token, in nats; like the following, None without signals.
+        ess_ratio: effective sample size of raw sequence weights (VCPO, arXiv:2602.17616) over `num_samples`, from 1 /
+            `num_samples` to 1; NaN weights are 0; None without samples.
+        kl: mean k3 estimate of KL(mu || pi) per token, in nats; like those below, None without signals.
         entropy: mean per token, in nats.
         reward: mean per completion.
         staleness: mean per token, in versions.
@@ -304,7 +304,7 @@ class SignalCallback(pl.Callback):
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
 
     Raises:
-        ValueError: when training starts, the choice matches no optimizer, or there are several and none was chosen.
+        ValueError: when training starts, the choice matches no optimizer, or it is missing with several.
     """
 
     def __init__(self, optimizer: int | str | None, extract: Extract | None) -> None:

@@ -68,7 +68,7 @@ def check_choice(trainer: AnyTrainer, pl_module: AnyModule, choice: int | str | 
 
 
 def metric_suffix(trainer: AnyTrainer, choice: int | str | None, index: int) -> str:
-    """Suffix of metric names, `/<index>`; empty where one optimizer was chosen or there is only one."""
+    """Suffix of metric names, `/<index>`; empty for a chosen or only optimizer."""
     return f"/{index}" if choice is None and len(trainer.optimizers) > 1 else ""
 
 

@@ -95,7 +95,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             _warn_if_unreadable(target)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint after verifying its digest; never executes code, at any value of `weights_only`."""
+        """Loads a checkpoint after verifying its digest; never executes code, whatever `weights_only` is."""
         check_checkpoint(path, is_of_policy=False)  # any module's; a `PolicyModule` refuses those of others
         check_is_one_file(path)
         return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only=True)
@@ -228,7 +228,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         self._submit(write)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes a checkpoint after all earlier calls; the target of a link is removed once the link has moved."""
+        """Removes a checkpoint after all earlier calls, the target of a link once the link has moved."""
         self._submit(lambda: self._remove(str(path)))
 
     def link_checkpoint(self, target: str, link: str) -> None:
@@ -270,7 +270,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             copying.result()
 
     def teardown(self) -> None:
-        """Ends the thread once everything is written; Lightning calls it at the end of a run, also after an error."""
+        """Ends the thread once all is written; Lightning calls it when a run ends, also by an error."""
         thread = self._thread
         self._thread = None
         if thread is not None:

@@ -213,7 +213,7 @@ class _OpenLocalTeacher(OpenTeacher):
 
 
 class RemoteTeacher(OpenTeacher):
-    """A teacher that is asked for the log-probabilities of whole sequences, at temperature 1.
+    """A teacher that gives log-probabilities of whole sequences, at temperature 1.
 
     Args:
         name: its setting with value, for messages.

@@ -53,7 +53,7 @@ def _check_space(callback: ModelCheckpoint, trainer: AnyTrainer, size: int) -> N
 
 
 def checkpoint_bytes(policy: CausalPolicy, optimizers: list[Any]) -> int:
-    """Approximate size of a checkpoint in bytes: weights (with LoRA only the adapters) and moments of Adam variants."""
+    """Approximate size of a checkpoint in bytes: weights (of LoRA only adapters) and Adam's moments."""
     parameters = [p for p in policy.parameters() if p.requires_grad or not policy.has_adapters]
     moments = {
         id(p): 2 for o in optimizers if "betas" in o.defaults for group in o.param_groups for p in group["params"]

@@ -93,8 +93,7 @@ def load_policies(
     `needs_reference` (there is a KL penalty) and further ones of `load_policy` in `load`.
 
     Raises:
-        ValueError: weights that are made here, not loaded, would have to be on the meta device; or the model cannot be
-            compiled.
+        ValueError: weights that are not loaded would have to be on the meta device; or the model cannot be compiled.
     """
     random_init = bool(load.get("random_init"))
     rules.refuse(rules.of_weights(model, on_meta_device, random_init, lora=lora))
@@ -579,7 +578,7 @@ class PolicyModule(pl.LightningModule):
         self.validator.begin(self)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[Prediction]:
-        """Completions of each prompt, `data.validation.num_samples` of them, sampled as in a validation, unscored."""
+        """`data.validation.num_samples` completions of each prompt, sampled as in a validation, unscored."""
         return self.validator.predict(self, batch)
 
     def on_predict_epoch_end(self) -> None:

@@ -228,7 +228,7 @@ def make_optimizer(
 
 
 def takes_rate(make: Callable[..., Optimizer]) -> bool:
-    """Whether `make` is a class with an argument `lr`, or a partial of one; functions hide their learning rate.
+    """Whether `make` is a class with an argument `lr`, or a partial of one; functions hide their rate.
 
     The command line's partial binds a function, with the class as last argument.
     """

@@ -62,7 +62,7 @@ WHOLE_RATE_UP_TO = {
 def handling(
     loss: PolicyLoss, correction: Correction | None = None, baseline: OptimalBaseline | None = None
 ) -> Handling | None:
-    """Treatment of stale data by these parts of an objective; None for losses that were not measured."""
+    """Treatment of stale data by an objective; None for losses that were not measured."""
     if baseline is not None:
         return Handling.OPTIMAL_BASELINE
     if isinstance(loss, SEQUENCE_LOSSES):

@@ -1,4 +1,4 @@
-"""Loggers of a run: a CSV log that survives a full disk, Trackio, and tables and files of trackers."""
+"""Loggers: a CSV log that survives a full disk, Trackio, and tables and files of trackers."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ class TrackioLogger(Logger):
     Args:
         project: name of the project.
         name: name of the run; None lets Trackio choose one.
-        save_dir: folder of the database; None is Trackio's default, shown by `trackio show`. Another is shown by
-            `TRACKIO_DIR=<folder> trackio show`. A process can use only one.
+        save_dir: folder of the database; None is Trackio's default. `trackio show` needs `TRACKIO_DIR=<folder>` for
+            another. A process can use only one.
         settings: other arguments of `trackio.init`.
     """
 
