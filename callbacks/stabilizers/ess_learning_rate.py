@@ -84,7 +84,7 @@ class ESSLearningRate(SignalCallback):
         return max(self.floor, min(1.0, ess_ratio / base) ** self.power)
 
     def add(self, signals: Any) -> None:
-        """Adds the signals of one micro-batch, in a loop without a trainer."""
+        """Adds the signals of one micro-batch, without a trainer."""
         self._signals.add(signals)
 
     def apply(self, optimizer: Optimizer) -> dict[str, float]:

@@ -50,7 +50,7 @@ class GradientAlignmentControl(GradientTreatment):
     Logs `gac/cosine` (if there is a reference), `gac/regime` (0 applied, 1 projected, 2 skipped, 3 dropped),
     `gac/kept` (a), `gac/consecutive_skips`, `gac/norm`, `gac/low`, `gac/high`, `gac/num_dropped` (steps so far).
 
-    In a Trainer it is one of the `callbacks`, for any LightningModule. In a custom loop:
+    For any LightningModule; in a custom loop:
 
     Example:
         ```python

@@ -46,8 +46,8 @@ class StalenessController(SignalCallback):
     which reward was lost. Not from a paper; the bias of a stale gradient is of order lag times rate (arXiv:2607.01083),
     which these halve.
 
-    Rewards count when they arrive, version by version, long before they are trained on; with other data modules than
-    `RolloutDataModule`, when they are trained on. A rollback also discards samples of later versions, see `RollBack`.
+    Rewards count when they arrive, version by version; with other data modules than `RolloutDataModule`, when they are
+    trained on. A rollback also discards samples of later versions, see `RollBack`.
 
     Put it before callbacks that change the gradient and before `WeightSync`. Its factor multiplies that of
     `ESSLearningRate`.

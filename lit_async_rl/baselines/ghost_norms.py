@@ -195,7 +195,7 @@ class OwnPositions:
         columns: the range of input positions they lie in.
         place: index in the flattened packed rows.
         is_own: whether the trajectory owns the position.
-        known: gathered inputs, which layers share (query, key, value; gate, up).
+        known: gathered inputs, which several layers share.
     """
 
     columns: slice

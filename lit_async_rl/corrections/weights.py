@@ -194,7 +194,7 @@ class GeometricMaskedIS(MaskedIS):
 
 @dataclass(frozen=True)
 class Product(Correction):
-    """Product of corrections: weights multiply, and a token is rejected if any of them rejects it.
+    """Product of corrections: weights multiply, and any of them can reject a token.
 
     Args:
         corrections: at least one.

@@ -20,12 +20,12 @@ class LossInputs:
 
     Attributes:
         logprobs: log pi of the current policy, with gradient.
-        proximal_logprobs: log pi_prox of the proximal policy, the denominator of the ratio (see
-            `corrections.proximal`), without gradient.
+        proximal_logprobs: log pi_prox of the proximal policy, the denominator of the ratio (see `Proximal`), without
+            gradient.
         behavior_logprobs: log mu of the behavior policy, which sampled the tokens.
         staleness: age of each token in policy versions.
         token_weights: weight of each token in the average over the step.
-        group_index: group of each row: the completions of one prompt.
+        group_index: group of each row, the completions of one prompt.
         advantages: advantage A of each token.
         loss_mask: True where a token trains.
         head_logprobs: log pi, with gradient, of the k likeliest tokens that the engine recorded (`sampling.head`); None

@@ -295,7 +295,7 @@ def load_policy(
             the configuration, see `choose_attention`.
         random_init: initialise randomly, with the architecture of `model`.
         device: `auto` is the first accelerator, or the CPU; `meta` reads no weights (`WeightFiles` does so later).
-        adapter: `merge` an adapter in the folder into the weights, or `leave_out`, for callers that load it.
+        adapter: `merge` an adapter into the weights, or `leave_out`, for callers that load it.
 
     Raises:
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
@@ -622,7 +622,7 @@ def find_device(name: str) -> torch.device:
 
 
 def _remove_dropout(lm: nn.Module) -> None:
-    """Sets probabilities of dropout, layer skipping and router noise to 0; each family keeps them elsewhere."""
+    """Sets probabilities of dropout, layer skipping and router noise to 0, wherever a family keeps them."""
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

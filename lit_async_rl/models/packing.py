@@ -324,7 +324,7 @@ class TreeCosts:
 
     @property
     def window(self) -> int:
-        """Largest number of tokens of a row that may be in a tree."""
+        """Largest number of tokens of a row in a tree."""
         return context_length(self.lm)
 
     def of_rows(self, num_rows: int, length: int) -> float:

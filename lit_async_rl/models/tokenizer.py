@@ -401,7 +401,7 @@ class TextCodec:
         """Checks that completions of chat prompts can end.
 
         Args:
-            has_messages: whether prompts are messages: the chat template then defines the end of a turn.
+            has_messages: whether prompts are messages, whose turns the chat template ends.
             can_stop: whether stop strings, stop tokens or end tokens are set.
 
         Raises:

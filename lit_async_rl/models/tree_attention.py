@@ -7,7 +7,7 @@ their normalisers: with o_p the output over a part p of its keys, and l_p the lo
     l = log sum_p exp(l_p),    o = sum_p exp(l_p - l) o_p
 
 In the backward pass every part is computed with the whole o and l, as in ring attention (arXiv:2310.01889): its
-probabilities are then those of the whole softmax. It needs query, key, value, o and l, as one call does.
+probabilities are then those of the whole softmax. Saved are query, key, value, o and l, as by one call.
 
 R packed rows, h heads, L places, d numbers per head.
 """

@@ -40,7 +40,7 @@ def copied_moments(moments: dict[str, object]) -> dict[str, object]:
 
 
 def restore_moments(optimizer: Optimizer, param: nn.Parameter, saved: dict[str, object]) -> None:
-    """Restores moments in place, because they may be sharded; removes them if none were saved."""
+    """Restores moments in place, as they may be sharded; removes them if none were saved."""
     if not saved:
         optimizer.state.pop(param, None)
         return

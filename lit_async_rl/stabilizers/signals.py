@@ -122,7 +122,7 @@ class SignalCollector:
         self._num_kept = len(self._sums)
 
     def add(self, signals: Signals) -> None:
-        """Adds the signals of one micro-batch, in a loop without a trainer."""
+        """Adds the signals of one micro-batch, without a trainer."""
         log_ratio, mask = _checked(signals)
         tokens = log_ratio.isfinite() & mask
         is_sample = mask if mask.ndim == 1 else mask.any(-1)
@@ -304,7 +304,7 @@ class SignalCallback(pl.Callback):
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
 
     Raises:
-        ValueError: when training starts, the choice matches no optimizer, or it is missing with several.
+        ValueError: when training starts, the choice matches no optimizer, or there are several and no choice.
     """
 
     def __init__(self, optimizer: int | str | None, extract: Extract | None) -> None:

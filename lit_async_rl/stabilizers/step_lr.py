@@ -170,7 +170,7 @@ class OneStepLearningRate:
         self._step.factors[self] = 1.0
 
     def scale(self, factor: float) -> None:
-        """Sets the factor of the running step or, outside of a step, of the next one."""
+        """Sets the factor of the running step or else of the next one."""
         self._step.scale(self, factor)
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     again. If the last one of a run is missing, the run ends with `LastCheckpointError`.
 
     Attributes:
-        replaces_files: a checkpoint of the same name is a new file: hard links keep the old one.
+        replaces_files: a checkpoint of the same name is a new file, and hard links keep the old one.
         unwritten: the last checkpoint, if it could not be written to a full disk; None otherwise.
         newest: the newest checkpoint written and not removed; None without one.
         last_is_missing: whether the last checkpoint was not written, for any reason.

@@ -89,7 +89,6 @@ class _Decay(RateSchedule):
     """Linear warm-up, then a decay over the rest of the run.
 
     Args:
-        warmup: optimizer steps until the peak rate; below 1, that share of the run.
         final: share of the peak rate at the end of the run.
     """
 
@@ -325,8 +324,8 @@ def check_saved_groups(
 def check_constants(optimizer: Optimizer) -> None:
     """Checks that the constants of an optimizer survive rounding to the dtype of its weights (and moments).
 
-    Logs a warning for each factor of moments that rounds to 1, so that moments never decay (0.999 in bfloat16), and for
-    a decoupled weight decay that is lost to rounding (1 - rate * decay rounds to 1).
+    Warns of factors of moments that round to 1, so that moments never decay (0.999 in bfloat16), and of a decoupled
+    weight decay that is lost (1 - rate * decay rounds to 1).
 
     Raises:
         ValueError: a non-zero eps rounds to 0, so that updates without gradient would be divided by 0.

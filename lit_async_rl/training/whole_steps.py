@@ -264,7 +264,7 @@ def check_staleness(batch: RolloutBatch, version: int) -> None:
 def count_whole_steps(checkpoint: dict[str, Any], micro_batches_per_step: int, in_future: int | None = None) -> None:
     """Resets a checkpoint saved within an optimizer step to the start of that step.
 
-    The step's gradients are not saved. `processed` counts a step's last micro-batch only after the optimizer's step.
+    `processed` counts a step's last micro-batch only after the optimizer's step.
 
     Args:
         checkpoint: changed in place.
@@ -320,7 +320,7 @@ class WholeSteps:
             self._saves = None
 
     def save(self, checkpoint: dict[str, Any], trainer: AnyTrainer) -> None:
-        """Adds the random state, and within a step resets it and the counters to its start."""
+        """Adds the random state, and within a step resets it and the counters to the step's start."""
         began = self.guard.random_state if self.guard.is_within(trainer.global_step) else None
         checkpoint["random_state"] = torch.get_rng_state() if began is None else began
         checkpoint["micro_batches_per_step"] = trainer.accumulate_grad_batches
