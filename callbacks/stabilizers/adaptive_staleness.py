@@ -1,4 +1,4 @@
-"""Closed-loop control of the staleness bound by the effective sample size (or the KL divergence)."""
+"""Closed-loop control of the staleness bound."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class AdaptiveStaleness(SignalCallback):
         x < target - band   lower the bound: halve it
         x > target + band   raise it by one
 
-    Additive increase and multiplicative decrease, as in TCP congestion control. After a change the loop waits for
-    max(old, new) + 1 publications, until all data sampled under the old bound has been trained on. Not from a paper.
+    Additive increase and multiplicative decrease, as in TCP congestion control. After a change it waits for max(old,
+    new) + 1 publications, until all data sampled under the old bound are trained on. Not from a paper.
 
-    With `max_kl` the loop follows the mean KL(mu || pi) per token (k3) instead: above `max_kl` it lowers the bound,
-    below half of it it raises the bound.
+    With `max_kl` it follows the mean KL(mu || pi) per token (k3) instead: lowers the bound above `max_kl`, and raises
+    it below half of that.
 
     Logs `staleness/bound`, `staleness/smoothed_ess_ratio` (or `_kl`).
 
     Args:
         target_ess_ratio: target effective sample size over completions (see `StepSignals`); 0 never lowers the bound.
-        band: half-width of the range around the target in which the bound stays.
-        max_kl: KL threshold in nats per token, used in place of the effective sample size.
+        band: half-width of the range around the target where the bound stays.
+        max_kl: KL threshold in nats per token, in place of the effective sample size.
         min_staleness: lowest bound; the configured `max_staleness` is the highest.
-        smoothing: weight of the old average in the exponential moving average.
+        smoothing: weight of the old value in the moving average.
         optimizer: optimizer of the measured steps, by position or submodule name; None if there is only one.
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
 
     Raises:
-        ValueError: a setting is out of range, or the data module has no bound or cannot change it.
+        ValueError: a setting is out of range, or the data module has no bound that it can change.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class AdaptiveStaleness(SignalCallback):
         self._resumed_bound: int | None = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Restores the bound of a resumed run before anything is sampled."""
+        """Restores a resumed bound before anything is sampled."""
         data = bounded_data(trainer, "AdaptiveStaleness")
         self._max_bound = configured_bound(data)
         present = data.max_staleness  # another callback may have restored a lower one

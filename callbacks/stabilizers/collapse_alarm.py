@@ -1,4 +1,4 @@
-"""Detects a collapse of training early, reports it, and acts on it."""
+"""Detection of a collapse of training."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class CollapseAlarm(SignalCallback):
-    """Monitors effective sample size, KL, gradient norm, cosine, entropy and reward; acts on a persistent violation.
+    """Monitors effective sample size, KL, gradient norm, cosine, entropy and reward; acts on persistent violations.
 
     Put it first in the list of callbacks: it must read the gradient before others change it, and roll back before
-    `WeightSync` publishes. The limits are not from a paper (see `CollapseWatch`); None disables a limit, and with all
-    limits disabled the callback changes nothing. Signals are reduced over ranks, so that every rank decides alike.
+    `WeightSync` publishes. The limits are not from a paper; None disables one. Signals are reduced over ranks, so that
+    all decide alike.
 
     Logs `collapse/{ess_ratio,kl,grad_norm,cosine,entropy,reward}`, and `collapse/num_alarms`.
 
@@ -35,7 +35,7 @@ class CollapseAlarm(SignalCallback):
         min_ess_ratio: smallest effective sample size, as a share of the step's completions.
         max_kl: largest mean KL(mu || pi) per token (k3).
         max_grad_norm_factor: largest gradient norm, as a multiple of the median over the last `window` healthy steps.
-        max_cosine: largest cosine of consecutive gradients; keeps a copy of the last gradient.
+        max_cosine: largest cosine of consecutive gradients; keeps a copy of the last one.
         min_entropy: smallest mean entropy per token.
         max_reward_drop: largest fall of the mean reward of `window` steps below its best so far, in rewards.
         patience: consecutive steps that must violate a limit.
@@ -146,7 +146,7 @@ class CollapseAlarm(SignalCallback):
             self._previous = ReferenceGradients()
 
     def _gradient(self, root: nn.Module, optimizer: Optimizer) -> tuple[float | None, float | None]:
-        """Norm, and cosine with the previous gradient; None if no limit needs them, or without a gradient."""
+        """Norm, and cosine with the previous gradient; None if no limit needs them, or there is none."""
         if self.watch.max_grad_norm_factor is None and self.watch.max_cosine is None:
             return None, None
         space = self._spaces.of(root, optimizer)

@@ -21,12 +21,12 @@ class ESSLearningRate(SignalCallback):
         lr <- lr * min(1, rho / base_ess_ratio) ** power          for this step only
 
     `power=0.5` is the paper's rule for AdamW, `power=1` its rule for SGD, `power=0` changes nothing. From the paper:
-    formula, both rules, the limit of 1, raw weights, no smoothing. Ours: log space (the published code overflows), one
-    sum over all ranks (in the published code ranks without records scale to zero), the floor, the measured base.
-    Decoupled weight decay is multiplied by the learning rate, and is scaled with it.
+    both rules, the limit of 1, raw weights, no smoothing. Ours: log space (the published code overflows), one sum over
+    all ranks (there, ranks without records scale to zero), the floor, the measured base. Decoupled weight decay is
+    scaled with the learning rate.
 
-    The scheduler never sees the changed rate. NaN log-ratios count as weight 0, which lowers rho. A step without any
-    signal keeps its learning rate. Both are logged, with one warning.
+    The scheduler never sees the changed rate. NaN log-ratios count as weight 0, which lowers rho; a step without
+    signals keeps its learning rate. There is one warning of each.
 
     Logs `ess/ratio` (rho), `ess/lr_scale`, `ess/num_samples`, `ess/num_broken`.
 
@@ -43,10 +43,10 @@ class ESSLearningRate(SignalCallback):
         ```
 
     Args:
-        power: exponent; 0.5 is the square-root rule, 1 the linear rule.
-        base_ess_ratio: rho of on-policy data; the learning rate is unchanged at and above it.
-        measure_steps: use the mean rho of this many first steps instead of `base_ess_ratio`. Their learning rate is
-            unchanged, and their staleness should be low.
+        power: exponent; 0.5 for AdamW, 1 for SGD.
+        base_ess_ratio: rho of on-policy data; from there on the learning rate is unchanged.
+        measure_steps: use the mean rho of this many first steps instead of `base_ess_ratio`. They keep their learning
+            rate, and should be nearly on-policy.
         floor: smallest factor of the learning rate.
         optimizer: optimizer to scale, by position or submodule name; None if there is only one.
         extract: adapter for modules that set no signals.
@@ -84,11 +84,11 @@ class ESSLearningRate(SignalCallback):
         return max(self.floor, min(1.0, ess_ratio / base) ** self.power)
 
     def add(self, signals: Any) -> None:
-        """Adds the signals of one micro-batch, in a loop without a trainer."""
+        """Adds the signals of one micro-batch, without a trainer."""
         self._signals.add(signals)
 
     def apply(self, optimizer: Optimizer) -> dict[str, float]:
-        """Scales the learning rate of the optimizer's next (or running) step; returns the metrics."""
+        """Scales the learning rate of the next (or running) step; returns the metrics."""
         optimizer = raw_optimizer(optimizer)
         signals = self.reduce_signals(optimizer)
         scale = self._scale(signals)

@@ -1,4 +1,4 @@
-"""Chooses between two estimators of the policy gradient by the effective number of samples."""
+"""Blends two estimators of the policy gradient by the effective number of samples."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class EstimatorBlend(SignalCallback):
         N = (sum w)^2 / sum w^2                   over the step's completions, on all ranks
         share = clip((N~ / min_samples - 1) / 0.5, 0, 1)
 
-    N~ is the geometric mean of N over the `num_steps` steps before: a choice by the weights of the batch that it is for
-    would bias the estimate. With few effective samples sequence weights have too large a variance, and token weights
-    take their place. In the first step, before anything was measured, the share is 0. Not from a paper; the author of
-    VCPO reports that sequence weights need a large batch. Without `BlendedIS` it only measures.
+    N~ is the geometric mean of N over the `num_steps` steps before: the weights of the batch itself would bias the
+    estimate. With few effective samples, token weights replace sequence weights, whose variance is then too large. In
+    the first step the share is 0. Not from a paper; the author of VCPO reports that sequence weights need a large
+    batch. Without `BlendedIS` it only measures.
 
     Logs `blend/num_samples` (N) and `blend/share` of the step.
 
@@ -44,8 +44,8 @@ class EstimatorBlend(SignalCallback):
         ```
 
     Args:
-        min_samples: effective samples below which only token weights are used; from 1.5 times as many on only sequence
-            weights are. None is a quarter of the step's completions.
+        min_samples: effective samples below which only token weights are used, and only sequence weights from 1.5 times
+            as many on. None is a quarter of the step's completions.
         num_steps: steps of the geometric mean.
         optimizer: optimizer of the policy, by position or submodule name; None if there is only one.
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
@@ -91,7 +91,7 @@ class EstimatorBlend(SignalCallback):
         self._set(pl_module)
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Measures the step, and sets the share of the next one; the step's own micro-batches are done."""
+        """Measures the step, and sets the share of the next one."""
         signals = self.reduce_signals(optimizer)
         pl_module.log("blend/share", self.share)
         if signals.ess_ratio is None:

@@ -1,4 +1,4 @@
-"""Gradient alignment control (GAC): applies, projects or skips steps by the cosine of consecutive gradients."""
+"""Gradient alignment control (GAC)."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class GradientAlignmentControl(GradientTreatment):
         high < c          skip: neither weights nor moments nor weight decay move
 
     Stale rollouts align consecutive gradients, which acts like unwanted momentum. From the paper: the cosine of
-    consecutive gradients as signal, projection by parallel and orthogonal part, threshold regimes that project and
-    skip. Thresholds, a, p and the treatment of negative c could not be checked; each is an argument here, with our own
-    defaults. See `lit_async_rl.stabilizers.alignment`.
+    consecutive gradients as signal, projection by parallel and orthogonal part, thresholds between applying, projecting
+    and skipping. Their values, a, p and the treatment of negative c could not be checked; each is an argument here,
+    with our own default.
 
-    Runs on the summed, unclipped gradient of the step: put it before `GradientClipping`. A skip removes the gradients,
-    so that `PolicyModule` counts no version; Lightning still advances scheduler and `global_step`. A gradient with NaN
-    or infinity is dropped in the same way, is not counted as a skip, and does not become the reference.
+    Runs on the accumulated, unclipped gradient: put it before `GradientClipping`. A skip removes the gradients, so that
+    `PolicyModule` counts no version; Lightning still advances scheduler and `global_step`. A gradient with NaN or
+    infinity is dropped in the same way, but is neither a skip nor the next reference.
 
-    The reference takes the memory of one more gradient (of this rank's shard). It is not checkpointed: the first step
+    The reference takes the memory of one more gradient (this rank's shard), and is not checkpointed: the first step
     after a resume is applied unchanged.
 
     Logs `gac/cosine` (if there is a reference), `gac/regime` (0 applied, 1 projected, 2 skipped, 3 dropped),
     `gac/kept` (a), `gac/consecutive_skips`, `gac/norm`, `gac/low`, `gac/high`, `gac/num_dropped` (steps so far).
 
-    In a Trainer it is one of the `callbacks`, for any LightningModule. In a custom loop:
+    For any LightningModule; in a custom loop:
 
     Example:
         ```python
@@ -74,12 +74,12 @@ class GradientAlignmentControl(GradientTreatment):
         residual: rule for a, the share of the parallel component to keep.
         reference: rule for p, the reference gradient.
         two_sided: treat strongly opposed gradients like aligned ones.
-        max_consecutive_skips: after this many consecutive skips a step is projected instead.
+        max_consecutive_skips: after this many consecutive skips a step is projected instead; 0 never skips.
         min_remainder: a projection that leaves less than this share of the norm is a skip; one that must not be skipped
             keeps at least this share.
-        calibrate_steps: record this many cosines without intervention, then set `low` to their quantile (and `high` to
-            the same relative position between `low` and 1); these steps should be on-policy, or nearly.
-        calibrate_quantile: the quantile, in [0, 1].
+        calibrate_steps: record this many cosines without intervention, then set `low` to their quantile (`high` keeps
+            its relative position between `low` and 1); these steps should be nearly on-policy.
+        calibrate_quantile: that quantile, in [0, 1].
         optimizer: optimizer to control, by position or submodule name; None controls each independently.
 
     Raises:
@@ -166,7 +166,7 @@ class GradientAlignmentControl(GradientTreatment):
 
     @torch.no_grad()
     def _update(self, gradients: list[Tensor | None], reference: list[Tensor | None], step: AlignedStep) -> None:
-        """Projects in place and updates the reference, one parameter at a time to save memory."""
+        """Projects in place and updates the reference, by parameter, to save memory."""
         if step.regime == Regime.DROP or step.norm == 0:
             return
         for n, gradient in enumerate(gradients):
@@ -199,7 +199,7 @@ class GradientAlignmentControl(GradientTreatment):
     # -- Lightning ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Resets the state of an earlier run; a resume restores its state afterwards."""
+        """Resets the state of an earlier run, before a resume restores its own."""
         if stage == "fit" and self._has_trained:
             self.rule = self._initial_rule
             self._skips = {}

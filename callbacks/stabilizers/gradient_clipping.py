@@ -17,11 +17,11 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class GradientClipping(GradientTreatment):
     """g <- g * min(1, max_norm / ||g||), with the norm over all shards, ranks and devices.
 
-    `Trainer(gradient_clip_val=...)` refuses norms under FSDP1, fails with tensor parallelism and with fused optimizers
-    under loss scaling; this works under every strategy. Put it last in the list of callbacks, after the
-    other stabilizers. A step whose gradient contains NaN or infinity is dropped (weights and optimizer state are
-    unchanged, also by weight decay; Lightning still advances the scheduler) and logged. It is counted, unless
-    `SkipNonFinite` has dropped it before, with its own limit.
+    `Trainer(gradient_clip_val=...)` refuses norms under FSDP1, and fails with tensor parallelism and with fused
+    optimizers under loss scaling; this works under every strategy. Put it last in the list of callbacks. A step whose
+    gradient contains NaN or infinity is dropped with a warning (weights and optimizer state are unchanged, also by
+    weight decay; Lightning still advances the scheduler), and counted unless `SkipNonFinite`, with its own limit, has
+    dropped it before.
 
     Logs `grad/norm` (before clipping; not for a non-finite gradient), `grad/clip_scale` (1: unchanged, 0: dropped) and
     `grad/num_dropped` (steps so far).
@@ -76,7 +76,7 @@ class GradientClipping(GradientTreatment):
         self.dropped.begin()
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Clips; overflows with which the loss scaler finds its scale do not count as dropped."""
+        """Clips; overflows by which the loss scaler finds its scale do not count."""
         self._finds_scale = finds_scale(trainer, raw_optimizer(optimizer))
         index = optimizer_index(trainer, optimizer)
         self._is_gone = is_dropped_before(trainer, self, index)
@@ -91,7 +91,7 @@ class GradientClipping(GradientTreatment):
         return self.dropped.is_in_a_row(index)
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
-        """Fails the run after too many dropped steps, once all callbacks have completed the last one."""
+        """Fails the run after too many dropped steps, once all callbacks have finished the last."""
         self.dropped.check()
 
     def state_dict(self) -> dict[str, int]:

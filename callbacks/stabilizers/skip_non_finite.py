@@ -24,10 +24,10 @@ class SkipNonFinite(pl.Callback):
     """Drops updates whose gradient contains NaN or infinity on any rank; weights, moments and version are unchanged.
 
     One of the default callbacks. `GradientClipping` does the same, with its own limit; the first of both counts a drop,
-    also one by `GradientAlignmentControl`. With loss scaling (`precision: 16-mixed`) the scaler skips such steps, and
-    lowers its scale; they count here once the scale is at most 1, when it cannot be the reason.
+    also one by `GradientAlignmentControl`. With loss scaling (`precision: 16-mixed`) the scaler skips such steps; they
+    count here once its scale is at most 1, and cannot be the reason.
 
-    Logs `grad/num_skipped`, the number of dropped updates, once it is above 0.
+    Logs `grad/num_skipped`, the dropped updates, once there are any.
 
     Args:
         max_in_a_row: consecutive dropped updates above which the run fails; None is no limit.
@@ -68,7 +68,7 @@ class SkipNonFinite(pl.Callback):
         return self.dropped.is_in_a_row(index)
 
     def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> None:
-        """Fails the run after too many dropped updates, once all callbacks have completed the last step."""
+        """Fails the run after too many dropped updates, once all callbacks have finished the last step."""
         self.dropped.check()
 
     def state_dict(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Corrects, slows down and freshens a run before stale data make it collapse; gives speed back when signals allow."""
+"""Control of correction, learning rate and staleness bound by the forecast of a collapse."""
 
 from __future__ import annotations
 
@@ -34,24 +34,23 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 class StalenessController(SignalCallback):
-    """Corrects for stale data when a collapse is forecast, then lowers rate and bound; rolls back if it was late.
+    """Corrects for stale data when a collapse is forecast, then lowers rate and bound; rolls back if too late.
 
         log-odds of `CollapseForecast` > `limit`                    one rung down, at most every `cooldown_steps`
         below `limit - margin` for `calm_steps` steps in a row      one rung up
         half of the gained reward is lost, and not by chance        the healthy weights again, and two rungs down
 
-    `GainWatch` says what a loss is. The first rung gives a loss without ratios the importance weights of `correction`,
-    for the rest of the run: where weights are near 1 they cost nothing. The next `max_halvings` rungs halve the
-    learning rate, each further one halves the data module's `max_staleness`, down to `min_staleness`. It never climbs
-    again to a rung on which the reward was lost. Not from a paper; the bias of a stale gradient is of order lag times
-    rate (arXiv:2607.01083), which the last two halve.
+    `GainWatch` defines the loss. The first rung gives a loss function without ratios the importance weights of
+    `correction`, for the rest of the run: weights near 1 cost nothing. The next `max_halvings` rungs halve the learning
+    rate, further ones the data module's `max_staleness`, down to `min_staleness`. It never climbs again to a rung on
+    which reward was lost. Not from a paper; the bias of a stale gradient is of order lag times rate (arXiv:2607.01083),
+    which these halve.
 
-    Rewards count when they arrive, version by version, long before they are trained on. A rollback discards what the
-    versions that it discards have sampled, see `RollBack`. With other data modules than `RolloutDataModule` rewards
-    count when they are trained on.
+    Rewards count when they arrive, version by version; with other data modules than `RolloutDataModule`, when they are
+    trained on. A rollback also discards samples of later versions, see `RollBack`.
 
-    Put it where `CollapseAlarm` stands, before callbacks that change the gradient and before `WeightSync`. Its factor
-    multiplies that of `ESSLearningRate`.
+    Put it before callbacks that change the gradient and before `WeightSync`. Its factor multiplies that of
+    `ESSLearningRate`.
 
     Logs `controller/log_odds`, `controller/corrected`, `controller/lr_scale`, `controller/bound`,
     `controller/num_changes`, `controller/num_rollbacks`.
@@ -68,14 +67,14 @@ class StalenessController(SignalCallback):
         reports: what it did so far.
 
     Args:
-        limit: log-odds of a collapse within 20 steps above which it acts; None takes that of `CollapseForecast`.
+        limit: log-odds of a collapse within 20 steps above which it acts; None is that of `CollapseForecast`.
         margin: log-odds below the limit at which a step is calm.
         correction: first rung of a `PolicyModule` whose loss has neither ratios nor a correction; None is none.
         max_halvings: of the learning rate.
         min_staleness: lowest bound; None leaves the bound alone, which `FixedLag` needs.
-        cooldown_steps: between two rungs down; a new bound waits until the data of the old one are trained on.
+        cooldown_steps: between two rungs down; after a new bound, also until the data of the old one are trained on.
         calm_steps: in a row, before a rung up.
-        max_rollbacks: to a copy of weights and moments in CPU memory, before training stops; 0 keeps no copy.
+        max_rollbacks: to a copy of weights and moments in CPU memory, before training stops; 0 makes no copy.
         copy_every_n_steps: healthy steps between two copies.
         optimizer: optimizer of the policy, by position or submodule name; None if there is only one.
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
@@ -151,7 +150,7 @@ class StalenessController(SignalCallback):
         self._resumed_rollback: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Restores correction and bound of a resumed run before anything is sampled."""
+        """Restores correction and bound before anything is sampled."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         self._arrivals = data if isinstance(data, RewardingData) else None
         if self._arrivals is not None:
@@ -248,12 +247,12 @@ class StalenessController(SignalCallback):
         return log_odds
 
     def _is_worth_a_copy(self) -> bool:
-        """Whether the weights may be returned to: the first ones, and those of calm steps that have lost little.
+        """Whether to keep the weights: the first ones, and those of calm steps that have lost little.
 
         After a loss of the reward none are the first ones, though the forecast begins anew.
 
-        Signals lag behind the weights by the age of the data, so that a step that is merely below the limit may have
-        weights that are already on their way.
+        Signals lag behind the weights by the age of the data: below the limit, weights may already be on their way to a
+        collapse.
         """
         is_first = self._first_rung == 0 and self._log_odds is None and not self.forecast.is_ready
         return is_first or (self._num_calm > 0 and self._lost < GainWatch.COLLAPSE / 2)
@@ -279,7 +278,7 @@ class StalenessController(SignalCallback):
         return self._num_corrections + self.max_halvings + halvings
 
     def _begin_correction(self, pl_module: AnyModule) -> None:
-        """Prepares the rung that corrects, if the module's loss can be corrected; it is on where a run was resumed."""
+        """Prepares the rung that corrects, if the module's loss can be; a resumed run may be on it."""
         objective = getattr(pl_module, "objective", None)
         before = self._num_corrections
         self._num_corrections = 0
@@ -302,7 +301,7 @@ class StalenessController(SignalCallback):
             self._module.objective = self._objectives[1]
 
     def _move(self, trainer: AnyTrainer, rungs: int, why: str) -> None:
-        """One rung down or up, as far as there is one; says what changed."""
+        """Moves by so many rungs, as far as there are any, and reports what changed."""
         present = self.rung
         scale = self.lr_scale
         bound = self._bound()
@@ -367,7 +366,7 @@ class StalenessController(SignalCallback):
 
 
 def _steps_of_bound(trainer: AnyTrainer) -> int:
-    """Steps until all data that are on their way have been trained on; 0 where no bound is known."""
+    """Steps until all data on their way have been trained on; 0 without a known bound."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     bound = getattr(data, "max_staleness", None)
     return 0 if bound is None else (bound + 1) * getattr(data, "weight_sync_steps", 1)

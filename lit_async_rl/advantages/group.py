@@ -22,11 +22,11 @@ Lengths = Sequence[Sequence[int]]
 class AdvantageEstimator(ABC):
     """Maps the rewards of one optimizer step to advantages.
 
-    A group without signal (all rewards equal, or one rollout) has advantages of exactly 0, unless documented otherwise.
+    A group without signal (equal rewards, or one rollout) has advantages of exactly 0, unless documented otherwise.
     """
 
     def __call__(self, rewards: Rewards, lengths: Lengths | None = None) -> list[list[float]]:
-        """Advantage of each rollout; `lengths` are the policy's tokens of each, None for equal lengths.
+        """Advantage of each rollout; `lengths` are its tokens from the policy, None for equal lengths.
 
         Raises:
             ValueError: a reward is not finite.
@@ -41,7 +41,7 @@ class AdvantageEstimator(ABC):
         return self.estimate(rewards, lengths)
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Advantage of each token of each rollout, those of branches behind its own; by default that of the rollout."""
+        """Advantage of each token of each rollout, followed by those of branches; by default the rollout's."""
         rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
         values = self(rewards, [[rollout.num_policy_tokens for rollout in group.rollouts] for group in groups])
         return _of_tokens(groups, values)
@@ -74,13 +74,13 @@ class GroupMeanStd(AdvantageEstimator):
     """A = (R - mean) / (std + eps) of the group. GRPO, arXiv:2402.03300.
 
     The standard deviation is sqrt(sum (R - mean)^2 / (N - ddof)): the population's by default, as in VCPO and M2PO;
-    verl and TRL divide by N - 1, which makes every advantage of the group smaller by sqrt((N - 1) / N).
+    verl and TRL divide by N - 1, which scales advantages by sqrt((N - 1) / N).
 
     Args:
         eps: added to the standard deviation, which bounds advantages of nearly equal rewards.
         ddof: 1 divides by N - 1.
         std_of_step: divide by the standard deviation of all rewards of the step (arXiv:2508.08221; TRL's
-            `scale_rewards: batch`), which is that between prompts, too.
+            `scale_rewards: batch`), which contains that between prompts.
 
     Raises:
         ValueError: a setting is out of range.
@@ -113,16 +113,16 @@ class LeaveOneOut(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class GlobalMeanStd(AdvantageEstimator):
-    """A = (R - mean) / (std + eps) over the whole step. REINFORCE++, arXiv:2501.03262, without its token-level KL.
+    """A = (R - mean) / (std + eps) over the step. REINFORCE++, arXiv:2501.03262, without its token-level KL.
 
-    Mean and standard deviation count each rollout once; released implementations (OpenRLHF, verl) count each of its
-    tokens, so that long completions weigh more, and verl's eps is under the root, added to the variance.
+    Mean and standard deviation count each rollout once; OpenRLHF and verl count each of its tokens, so that long
+    completions weigh more, and verl adds eps to the variance.
 
     A group of equal rewards gives 0 only if the whole step is equal, or with `group_baseline`.
 
     Args:
-        group_baseline: subtract the group mean first, as in its variant REINFORCE++-baseline.
-        eps: added to the standard deviation, which bounds advantages of nearly equal rewards.
+        group_baseline: subtract the group mean first, as in REINFORCE++-baseline.
+        eps: added to the standard deviation.
 
     Raises:
         ValueError: eps is negative.
@@ -151,18 +151,17 @@ class GlobalMeanStd(AdvantageEstimator):
 class GDPO(AdvantageEstimator):
     """Normalises each part of a reward within its group, adds the parts, and normalises the sum over the step.
 
-    A_ik = (r_ik - mean_k) / (std_k + eps) over the rollouts i of a group, A_i = sum_k w_k A_ik, and then
-    (A_i - mean) / (std + eps) over all rollouts of the step. GDPO, arXiv:2601.05242, eq. 4 to 6. If parts were added
-    before normalisation, the rewards (1, 0) and (0, 1) of two parts could not be distinguished.
+    A_ik = (r_ik - mean_k) / (std_k + eps) over the rollouts i of a group, A_i = sum_k w_k A_ik, and then (A_i - mean) /
+    (std + eps) over all rollouts of the step. GDPO, arXiv:2601.05242, eq. 4 to 6. Added before normalisation, the parts
+    (1, 0) and (0, 1) could not be distinguished.
 
     r_ik is the unweighted reward of a part of `CombinedReward`; its `weights`, `gates` and `combine` do not apply. A
-    reward without parts is one part. If part k does not apply to rollout i, A_ik is 0, and r_ik is omitted from mean_k
-    and std_k. A group with equal rewards in every part gives exactly 0, because the mean over the step is 0 up to
-    rounding.
+    reward without parts is one part. If part k does not apply to rollout i, A_ik is 0, and mean_k and std_k omit r_ik.
+    A group with equal rewards in every part gives exactly 0.
 
     Args:
         weights: weight of each part by name; 1 by default, 0 excludes a part.
-        eps: added to the standard deviations, which bounds advantages of nearly equal rewards.
+        eps: added to the standard deviations.
         ddof: see `GroupMeanStd`; of both standard deviations.
 
     Raises:
@@ -194,7 +193,7 @@ class GDPO(AdvantageEstimator):
         return _of_tokens(groups, self._over_step([self._of_group(group) for group in parts]))
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """Rewards without parts: normalised within the group, and then over the step."""
+        """Rewards without parts."""
         return self._over_step([standardized(group, self.eps, self.ddof) for group in rewards])
 
     def _of_group(self, parts: Sequence[Mapping[str, float]]) -> list[float]:
@@ -217,8 +216,8 @@ class GDPO(AdvantageEstimator):
 class LengthWeighted(AdvantageEstimator):
     """A = R - b, b = sum L_i R_i / sum L_i over the group. OPO, arXiv:2505.23585.
 
-    The variance-optimal baseline if the squared gradient norm of a rollout is proportional to its length. Not with
-    `SequenceMean`, which divides the gradient by the length.
+    Variance-optimal if the squared gradient norm of a rollout is proportional to its length. Not with `SequenceMean`,
+    which divides the gradient by the length.
     """
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
@@ -238,9 +237,9 @@ class LengthWeighted(AdvantageEstimator):
 class AsymRE(AdvantageEstimator):
     """A = R - (mean of the group + shift), shift < 0: good rollouts weigh more than bad ones.
 
-    Asymmetric REINFORCE combines this with `Reinforce` and no importance weights, for off-policy data. From
-    Trinity-RFT's implementation; the paper's text could not be checked. Equal rewards give -shift, not 0, so the policy
-    imitates such groups.
+    Asymmetric REINFORCE combines this with `Reinforce` and no importance weights, for off-policy data. Equal rewards
+    give -shift, not 0, so the policy imitates such groups. From Trinity-RFT's implementation; the paper's text could
+    not be checked.
 
     Args:
         shift: shift of the baseline.
@@ -255,7 +254,7 @@ class AsymRE(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class LogMeanExp(AdvantageEstimator):
-    """A = R - tau log mean exp(R / tau) of the group: the soft value in OPMD's derivation as the baseline.
+    """A = R - tau log mean exp(R / tau) of the group: the soft value of OPMD as the baseline.
 
     Between R - mean (large tau) and R - max (small tau). As in Trinity-RFT.
 
@@ -324,7 +323,7 @@ Turns = Sequence[Sequence[Turn]]  # of the rollouts of one group
 
 
 def steps_of(turns: Sequence[Turn]) -> list[int]:
-    """Number s_k of each turn's call among those of the turns; the position of a turn whose call is unknown."""
+    """Number s_k of each turn's call among those of the turns; its position if the call is unknown."""
     calls = [n if turn.call is None else turn.call for n, turn in enumerate(turns)]
     numbers = {call: n for n, call in enumerate(sorted(set(calls)))}
     return [numbers[call] for call in calls]
@@ -346,7 +345,7 @@ class TurnAdvantageEstimator(AdvantageEstimator):
 
     @abstractmethod
     def of_group(self, turns: Turns) -> list[list[float]]:
-        """Advantage of each turn of each rollout of a group; `turns` has one list per rollout, row by row."""
+        """Advantage of each turn of each rollout; `turns` has one list per rollout, row by row."""
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
         """Advantages of single-turn rollouts."""
@@ -354,7 +353,7 @@ class TurnAdvantageEstimator(AdvantageEstimator):
         return [[row[0] for row in self.of_group(group)] for group in groups]
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Advantage of each token, taken from its turn; environment tokens (which do not train) from the next turn.
+        """Advantage of each token: that of its turn, for environment tokens (which do not train) of the next.
 
         Raises:
             ValueError: a rollout has branches, and the turns of one are unknown.
@@ -367,7 +366,7 @@ class TurnAdvantageEstimator(AdvantageEstimator):
         return result
 
     def _turns(self, rollout: Rollout) -> list[tuple[Sequence[Turn], int]]:
-        """Turns and number of tokens of each row of a rollout; one turn of all rows where it has none."""
+        """Turns and number of tokens of each row of a rollout; one turn of all rows if it has none."""
         if not rollout.turns:
             return [([Turn(end=rollout.num_tokens, reward=rollout.reward, state=0)], rollout.num_tokens)]
         if not all(row.turns for row in rollout.rows):
@@ -383,13 +382,13 @@ class TurnAdvantageEstimator(AdvantageEstimator):
 class TurnReturns(TurnAdvantageEstimator):
     """A_k = G_k - mean of the group's G_k with the same s_k; optionally / (std + eps).
 
-    Reward-to-go with a baseline per turn; equal to `GroupMean` or `GroupMeanStd` for single-turn rollouts. Not from a
-    paper. With gamma 1 and a reward in the last turn only, the baseline is the mean over the rollouts still running.
+    Reward-to-go with a baseline per turn; `GroupMean` or `GroupMeanStd` for single-turn rollouts. With gamma 1 and a
+    reward in the last turn only, the baseline is the mean over the rollouts still running. Not from a paper.
 
     Args:
         gamma: discount factor per turn.
         standardize: divide by the standard deviation.
-        eps: added to the standard deviation, which bounds advantages of nearly equal returns.
+        eps: added to the standard deviation.
 
     Raises:
         ValueError: a setting is out of range.
@@ -413,15 +412,15 @@ class GiGPO(TurnAdvantageEstimator):
     """A_k = A_E + omega A_S: episode advantage within the group plus step advantage among turns in the same state.
 
     A_E = (R - mean R) / F over rollouts, R = sum_k r_k; A_S = (G_k - mean G) / F over all turns of the group with the
-    same initial state as turn k. F is 1, or the standard deviation + eps with `standardize`. A state visited once gives
-    A_S = 0. arXiv:2505.10978, equations 3, 6 and 7, with the population's standard deviation. The step- and
-    trajectory-level advantage of SAMPO (ARLArena, arXiv:2602.21534).
+    initial state of turn k, 0 for a state visited once. F is 1, or the standard deviation + eps with `standardize`.
+    arXiv:2505.10978, equations 3, 6 and 7, with the population's standard deviation. Also the advantage of SAMPO
+    (ARLArena, arXiv:2602.21534).
 
     Args:
         omega: weight of A_S.
         gamma: discount factor per turn.
         standardize: divide by the standard deviation.
-        eps: added to the standard deviation, which bounds advantages of nearly equal returns.
+        eps: added to the standard deviation.
 
     Raises:
         ValueError: a setting is out of range.
@@ -449,7 +448,7 @@ class GiGPO(TurnAdvantageEstimator):
 def _relative(
     values: Sequence[Sequence[float]], keys: Sequence[Sequence[int]], standardize: bool, eps: float
 ) -> list[list[float]]:
-    """Centers (or standardizes) values among all values with the same key."""
+    """Centers (or standardizes) values among those with the same key."""
     cells: dict[int, list[tuple[int, int]]] = {}
     for i, row in enumerate(keys):
         for k, key in enumerate(row):

@@ -1,13 +1,13 @@
-"""Squared gradient norms of every trajectory of a micro-batch, without materialising per-trajectory gradients.
+"""Squared gradient norms of each trajectory of a micro-batch, without per-trajectory gradients.
 
 For a linear layer y = W x the gradient of trajectory i is sum_t e_it x_it^T, e the gradient at the output. Its squared
-norm is sum_ts (e_it . e_is) (x_it . x_is), the product of two T x T Gram matrices ("ghost norms": Goodfellow
-2015, arXiv:1510.01799; for sequences Li et al. 2022, arXiv:2110.05679, section 4). One backward pass to the outputs of
-the layers serves all trajectories, because rows of a batch are independent.
+norm is sum_ts (e_it . e_is) (x_it . x_is), the product of two T x T Gram matrices ("ghost norms": Goodfellow 2015,
+arXiv:1510.01799; for sequences Li et al. 2022, arXiv:2110.05679, section 4). Rows of a batch are independent, so that
+one backward pass to the layers' outputs serves all trajectories.
 
-Packed rows (`PrefixTreePacking`) are not independent: at positions that several share, the gradient is a sum over them.
-The norms then cover the positions that belong to one trajectory, and the head, which has separate inputs for each
-trajectory. Gradients through the keys and values of shared prefixes are left out.
+Packed rows (`PrefixTreePacking`) are not independent: at shared positions the gradient is a sum. The norms then cover
+the positions that belong to one trajectory, and the head, which has separate inputs for each. Gradients through the
+keys and values of shared prefixes are left out.
 
 B rows, T positions, D inputs and K outputs of a layer, V vocabulary.
 """
@@ -43,7 +43,7 @@ class LayerRecord:
         module: the layer.
         inputs: input activations [B, T, D], or token ids [B, T].
         grads: gradient at the output, [B, T, K].
-        row_grads: per-row gradient of the weight, [B, K, D] or [B, K], if it was computed for the norms.
+        row_grads: per-row gradient of the weight, [B, K, D] or [B, K], if computed for the norms.
     """
 
     module: nn.Module
@@ -59,7 +59,7 @@ class InputGrams:
         self._known: dict[tuple[int, torch.Size], Tensor] = {}
 
     def of(self, inputs: Float[Tensor, "B T D"]) -> Float[Tensor, "B T T"]:
-        """Gram matrices of `inputs`, which must outlive the cache: its key is their address in memory."""
+        """Gram matrices of `inputs`, which must outlive the cache: its key is their address."""
         key = (inputs.data_ptr(), inputs.shape)
         if key not in self._known:
             self._known[key] = inputs @ inputs.mT
@@ -67,10 +67,10 @@ class InputGrams:
 
 
 def linear_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor, " B"]:
-    """||sum_t e_t x_t^T||^2 of each row, by Gram matrices or per-row gradients, whichever is cheaper.
+    """||sum_t e_t x_t^T||^2 of each row, by Gram matrices or, where cheaper, per-row gradients.
 
-    Per-row gradients, where they are cheaper, take less memory than the activations. They are kept, because their
-    weighted sum is the gradient of the update.
+    Per-row gradients, which then take less memory than the activations, are kept: their weighted sum is the gradient of
+    the update.
     """
     inputs = record.inputs
     grads = record.grads
@@ -90,7 +90,7 @@ def embedding_squared_norms(ids: Int[Tensor, "B T"], grads: Float[Tensor, "B T K
 
 
 def own_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Trainable parameters of the module itself, without submodules; FSDP1 keeps gathered ones as plain attributes."""
+    """Trainable parameters of the module without submodules; FSDP1 keeps gathered ones as plain attributes."""
     attributes = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
     own = dict(module.named_parameters(recurse=False)) | attributes
     return {name: value for name, value in own.items() if value.requires_grad}
@@ -110,9 +110,9 @@ def has_sharded_parameters(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def elementwise_factor(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Factor of the weight in the output of a norm layer: the output is linear in the weight.
+    """Factor of the weight in the output of a norm layer, which is linear in it.
 
-    Evaluates the layer with weights 1 and 0, because its own weight may be sharded.
+    Evaluates the layer with weights 1 and 0: its own may be sharded.
     """
     zero = torch.zeros(inputs.shape[-1], device=inputs.device, dtype=inputs.dtype)
     with_weight_1 = _with_weight(module, zero + 1)
@@ -176,12 +176,12 @@ def layer_squared_norms(record: LayerRecord, grams: InputGrams) -> Float[Tensor,
 
 
 def gathered(values: Float[Tensor, "R L H"], rows: PackedRows) -> Float[Tensor, "B T H"]:
-    """Values at the positions of each trajectory; arbitrary at positions that the packed pass did not compute."""
+    """Values at the positions of each trajectory; arbitrary where the packed pass computed none."""
     return values.flatten(0, 1)[rows.target]
 
 
 def packed(grads: Float[Tensor, "B T H"], columns: slice, rows: PackedRows) -> Float[Tensor, "R L H"]:
-    """Gradients at packed positions, summed over the trajectories at a shared position; 0 outside of `columns`."""
+    """Gradients at packed positions, summed over trajectories that share one; 0 outside of `columns`."""
     total = grads.new_zeros(rows.uses.numel(), grads.shape[-1])
     total.index_add_(0, rows.target[:, columns].flatten(), grads[:, columns].flatten(0, 1))
     return total.view(*rows.uses.shape, -1)
@@ -195,7 +195,7 @@ class OwnPositions:
         columns: the range of input positions they lie in.
         place: index in the flattened packed rows.
         is_own: whether the trajectory owns the position.
-        known: gathered inputs, cached because layers share them (query, key, value; gate, up).
+        known: gathered inputs, which several layers share.
     """
 
     columns: slice
@@ -217,7 +217,7 @@ class OwnPositions:
 
 
 def own_positions(rows: PackedRows) -> OwnPositions:
-    """Positions of the tokens that a trajectory does not share with others of its group."""
+    """Positions of tokens that no two trajectories share."""
     target = rows.target
     source = rows.source.flatten()
     uses = rows.uses.flatten()
@@ -235,18 +235,17 @@ class GhostTape:
             stats = policy(input_ids, mask, temperature)
         norms = tape.squared_norms(coefficients, input_ids, mask, temperature)
 
-    The graph of the forward pass stays usable for the real backward pass. Linear layers (LoRA's too), transformers'
-    `Conv1D`, embeddings and norm layers are supported, also with an output head tied to the embedding; the head is
-    evaluated in chunks of `policy.chunk_tokens` tokens.
+    The graph stays usable for the real backward pass. Linear layers (LoRA's too), transformers' `Conv1D`, embeddings
+    and norm layers are supported, also with a tied output head; the head is evaluated in chunks of
+    `policy.chunk_tokens` tokens.
 
     Args:
         policy: with or without packing.
-        last_blocks: number of last transformer blocks in the norms, besides the head; None is all layers.
+        last_blocks: number of last transformer blocks in the norms, besides the head; None is all.
 
     Raises:
-        ValueError: a trainable parameter belongs to a layer of another type, to a layer that runs twice, to two layers
-            (other than embedding and head), or to an adapter of the head, or gradient checkpointing discards the
-            activations.
+        ValueError: a trainable parameter belongs to a layer of another type or that runs twice, to two layers (other
+            than embedding and head), or to an adapter of the head; or gradient checkpointing discards activations.
     """
 
     def __init__(self, policy: CausalPolicy, last_blocks: int | None = None) -> None:
@@ -304,7 +303,7 @@ class GhostTape:
 
     @staticmethod
     def _spread_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Expands positions to one row per trajectory: a shared row would sum gradients of learned positions."""
+        """Expands positions to one row per trajectory: a shared one would sum gradients of learned positions."""
         if "position_ids" in kwargs:  # packed rows come with positions
             return args, kwargs
         ids = kwargs["input_ids"]
@@ -338,8 +337,8 @@ class GhostTape:
             input_ids: prompts and completions.
             mask: True at the tokens y_it that train.
             temperature: sampling temperature, by which logits are divided; 0 counts as 1.
-            rows: layout of the forward pass if it was packed; the module docstring says which gradients are left out.
-            support: tokens that the sampler could choose; pi is renormalised over them, as in the loss.
+            rows: layout of a packed forward pass, where some gradients are left out (see the module).
+            support: tokens that the sampler could choose, over which pi is renormalised, as in the loss.
         """
         if self._hidden is None:
             raise SetupError("GhostTape.squared_norms was called before a forward pass was recorded")
@@ -384,10 +383,10 @@ class GhostTape:
         columns: slice,
         support: Support | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms of the head, gradient at its input, and its output gradients at the ids of prompt and completion.
+        """Norms of the head, gradient at its input, and output gradients at the ids of prompt and completion.
 
         Only `columns` predict tokens that count. The output gradients [B, columns, T] serve the cross term of a tied
-        embedding: the gradients of embedding and head overlap in the rows of the input ids.
+        embedding, whose gradient overlaps that of the head in the rows of the input ids.
         """
         predicted = slice(columns.start + 1, columns.stop + 1)
         rows = max(1, self.policy.chunk_tokens // (columns.stop - columns.start))
@@ -442,7 +441,7 @@ def _chosen_layers(body: nn.Module, last_blocks: int | None) -> dict[str, nn.Mod
 
 
 def _used_columns(coefficients: Float[Tensor, "B T"]) -> slice:
-    """Smallest range of positions that contains every predictor of a token with a non-zero coefficient."""
+    """Smallest range of positions with all predictors of tokens with a non-zero coefficient."""
     used = coefficients[:, 1:].ne(0).any(0).nonzero()[:, 0].tolist()
     return slice(used[0], used[-1] + 1) if used else slice(0, 1)
 
@@ -454,7 +453,7 @@ def _table_grads(module: nn.Embedding, ids: Int[Tensor, "B T"], grads: Float[Ten
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether the layer type is supported; exact types only, because subclasses may compute something else."""
+    """Whether the layer type is supported; exact types only, as subclasses may compute something else."""
     if type(module) in (nn.Linear, Conv1D, nn.Embedding):
         return True
     if isinstance(module, nn.Embedding):
@@ -475,8 +474,7 @@ def _is_known(module: nn.Module) -> bool:
 def surrogate_loss(tape: GhostTape, row_weights: Float[Tensor, " B"], value: Float[Tensor, ""]) -> Float[Tensor, ""]:
     """Scalar with the given `value` and the gradient of sum_i a_i sum_t c_it log pi(y_it), a = `row_weights`.
 
-    Implemented as sum_p <p, G_p> over parameters p with constant gradients G_p, so parameter hooks and loss scaling
-    work as usual.
+    It is sum_p <p, G_p> over parameters p with constant gradients G_p, so parameter hooks and loss scaling work.
     """
     total = torch.zeros((), device=row_weights.device)
     for record in tape.layer_records:

@@ -30,8 +30,8 @@ class Flavour(Enum):
     """Definition of the weights W_i.
 
     CONSISTENT uses the gradient as accumulated, with truncated weight and length factor: the optimum for the actual
-    update. PAPER uses the raw w^2 ||grad log pi||^2 of whole trajectories. PAPER_CODE reproduces the published code,
-    where the norm contains the truncated weight and is multiplied by the raw w^2 again (about w^4 without truncation).
+    update. PAPER uses the raw w^2 ||grad log pi||^2 of whole trajectories. PAPER_CODE multiplies a norm that contains
+    the truncated weight by the raw w^2 again, as the published code does (about w^4 without truncation).
     """
 
     CONSISTENT = "consistent"
@@ -45,8 +45,8 @@ class Norms(Enum):
     GHOST: all trajectories of a micro-batch from one backward pass to the layers' outputs; supports DDP and FSDP, but
         not tensor parallelism, which divides the layers.
     PER_TRAJECTORY: one backward pass per trajectory; any module with unsharded parameters (single device, DDP).
-    SCORE: a proxy without a backward pass, sum_t c_t^2 (1 - p_t)^2 from the probabilities of the sampled tokens; see
-        `score_squared_norms`. Any model, any layout.
+    SCORE: a proxy from the probabilities of the sampled tokens, without a backward pass, see `score_squared_norms`. Any
+        model, any layout.
     """
 
     GHOST = "ghost"
@@ -55,7 +55,7 @@ class Norms(Enum):
 
 
 def optimal_baseline(log_weights: Float[Tensor, " B"], rewards: Float[Tensor, " B"]) -> Float[Tensor, ""]:
-    """b* = sum W R / sum W from log W, in log space: no weight over- or underflows. NaN counts as weight 0."""
+    """b* = sum W R / sum W from log W, in log space: no weight over- or underflows. NaN is weight 0."""
     # float64: log-weights of whole trajectories span hundreds of nats
     log_weights = torch.nan_to_num(log_weights.double(), nan=-torch.inf, posinf=torch.inf)
     if not torch.isfinite(log_weights).any():
@@ -70,7 +70,7 @@ def optimal_advantages(
     divide_by_std: bool = True,
     eps: float = 1e-6,
 ) -> Float[Tensor, " B"]:
-    """(R - b*) / (std + eps) within each group; exactly 0 for a group of equal rewards, and for padding (index -1)."""
+    """(R - b*) / (std + eps) within each group; exactly 0 for equal rewards and for padding (index -1)."""
     advantages = torch.zeros_like(rewards)
     for index in group_index.unique().tolist():
         rows = group_index == index
@@ -85,7 +85,7 @@ def optimal_advantages(
 def per_trajectory_squared_norms(
     policy: CausalPolicy, logprobs: Float[Tensor, "B T"], coefficients: Float[Tensor, "B T"]
 ) -> Float[Tensor, " B"]:
-    """|| d/d theta sum_t c_it log pi(y_it) ||^2 of each row i, by one backward pass each; retains the graph.
+    """|| d/d theta sum_t c_it log pi(y_it) ||^2 of each row i, by a backward pass each; retains the graph.
 
     Raises:
         ValueError: parameters are sharded.
@@ -109,8 +109,7 @@ def score_squared_norms(
     """sum_t c_it^2 (1 - p_it)^2 of each row i: the squared score at the sampled token's own logit.
 
     The gradient of c log p_y with respect to all logits, c (onehot_y - p), has a squared norm between c^2 (1 - p_y)^2
-    and twice that. The proxy leaves out the network below the logits, which all trajectories share, and products of
-    different tokens.
+    and twice that. The proxy leaves out the network below the logits, and products of different tokens.
     """
     return masked((coefficients * torch.expm1(logprobs.detach())).square(), mask).sum(-1)
 
@@ -122,16 +121,16 @@ class OptimalBaseline:
     For losses without ratio (`Reinforce`), whose gradient is linear in the advantage; the correction's weights are part
     of g_i. A group must not be split over micro-batches (`data.keep_groups_whole`, which `WeightSync` sets).
 
-    As in the published code, a trajectory is part of its own baseline. This adds a bias that vanishes as groups grow;
-    truncated weights add another.
+    As in the published code, a trajectory is part of its own baseline, a bias that vanishes as groups grow; truncated
+    weights add another.
 
     Args:
         norms: computation of the gradient norms, see `Norms`.
         flavour: definition of W_i, see `Flavour`.
-        divide_by_std: divide by the population standard deviation of the group's rewards, as the paper's runs do.
-        eps: added to the standard deviation, which bounds advantages of nearly equal rewards.
-        last_blocks: take the norms over the head and this many last transformer blocks only, a proxy at a fraction of
-            the cost of a backward pass; None is all layers.
+        divide_by_std: divide by the group's population standard deviation, as the paper's runs do.
+        eps: added to the standard deviation.
+        last_blocks: take the norms over the head and this many last transformer blocks, a proxy at a fraction of the
+            cost of a backward pass; None is all layers.
 
     Raises:
         ValueError: `last_blocks` is not positive, or the norms are not `GHOST`; `eps` is negative.
@@ -161,7 +160,7 @@ class OptimalBaseline:
     def can_keep_books(self, tape: GhostTape) -> bool:
         """Whether the tape's gradients can be reused for the update, which saves the second backward pass.
 
-        That is so if parameters are not sharded, and the head ran in a single chunk.
+        Only with unsharded parameters, and a head in a single chunk.
         """
         return self.flavour is not Flavour.PAPER and tape.is_complete and not has_sharded_parameters(tape.policy)
 
@@ -178,7 +177,7 @@ class OptimalBaseline:
         Args:
             policy: policy of the forward pass.
             tape: recording of the forward pass, for `norms=GHOST`.
-            stats: its statistics, with the graph; log-probabilities as the loss uses them (renormalised `on_support`).
+            stats: its statistics, with the graph; log-probabilities renormalised `on_support`, as in the loss.
             weights: importance weights of the correction.
             batch: the micro-batch.
         """

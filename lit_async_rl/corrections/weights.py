@@ -36,12 +36,12 @@ class CorrectionOutput:
 
 
 class Correction(ABC):
-    """Maps token log-ratios to token weights. Subclasses implement `weigh`, whose inputs are finite and masked."""
+    """Maps token log-ratios to token weights. Subclasses implement `weigh`."""
 
     def __call__(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
         """Weight of each token; `log_ratio` is log pi_prox - log mu.
 
-        A completion with a non-finite log-ratio is rejected as a whole, because its other ratios are unreliable, too.
+        A completion with a non-finite log-ratio is rejected as a whole: its other ratios are unreliable, too.
 
         Raises:
             ValueError: weights or rejections have another shape than `loss_mask`.
@@ -56,7 +56,7 @@ class Correction(ABC):
 
     @abstractmethod
     def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
-        """Computes the weights. Log-ratios are finite, and 0 where `loss_mask` is False; outputs there are ignored."""
+        """Computes the weights. Log-ratios are finite, and 0 where `loss_mask` is False; outputs there do not count."""
 
 
 Level = Literal["token", "sequence", "mean"]
@@ -72,7 +72,7 @@ class Leveled(Correction):
     level: ClassVar[Level] = "token"
 
     def pool(self, values: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Sum or mean of token values (such as log-ratios) over the completion, repeated at each of its tokens."""
+        """Sum or mean of token values over the completion, repeated at each of its tokens."""
         if self.level == "token":
             return values
         pooled = sequence_log_ratio if self.level == "sequence" else geometric_log_ratio
@@ -106,14 +106,14 @@ class TruncatedIS(Leveled):
 
 @dataclass(frozen=True)
 class TokenTruncatedIS(TruncatedIS):
-    """Truncated ratio of each token: TIS (Yao et al. 2025) with its usual cap of 2. MiniRL (arXiv:2512.01374): 5."""
+    """Truncated ratio of each token: TIS (Yao et al. 2025) with its usual cap, 2; MiniRL (arXiv:2512.01374): 5."""
 
 
 @dataclass(frozen=True)
 class SequenceTruncatedIS(TruncatedIS):
     """Truncated ratio of each completion, with the cap of VCPO's released code (arXiv:2602.17616).
 
-    The spread of completion ratios grows with length: that code chose 8 for 2,000 tokens.
+    Completion ratios spread with length: that code chose 8 for 2,000 tokens.
 
     Example:
         ```python
@@ -134,7 +134,7 @@ class SequenceTruncatedIS(TruncatedIS):
 
 @dataclass(frozen=True)
 class GeometricTruncatedIS(TruncatedIS):
-    """Truncated geometric mean of a completion's ratios: its spread does not grow with length; biased."""
+    """Truncated geometric mean of a completion's ratios: biased, with a spread that does not grow with length."""
 
     level: ClassVar[Level] = "mean"
 
@@ -182,7 +182,7 @@ class SequenceMaskedIS(MaskedIS):
 class GeometricMaskedIS(MaskedIS):
     """Masked geometric mean of each completion's ratios, bounds as SkyRL suggests.
 
-    The mask of NeMo-RL and OpenRLHF's "seq-mask-tis", which keeps raw token ratios as weights, is
+    NeMo-RL's and OpenRLHF's "seq-mask-tis", with raw token ratios as weights, is
     `Product([GeometricRejection(min_ratio=0.999, max_ratio=1.002), TokenTruncatedIS(cap=inf)])`.
     """
 
@@ -194,7 +194,7 @@ class GeometricMaskedIS(MaskedIS):
 
 @dataclass(frozen=True)
 class Product(Correction):
-    """Product of corrections: weights multiply, and a token is rejected if any of them rejects it.
+    """Product of corrections: weights multiply, and any of them can reject a token.
 
     Args:
         corrections: at least one.
@@ -222,11 +222,11 @@ class Product(Correction):
 
 @dataclass(frozen=True)
 class BatchNormalized(Correction):
-    """Another correction's weights divided by their mean over the tokens it keeps, so that they average to 1.
+    """Another correction's weights divided by their mean over the tokens it keeps.
 
-    Removes the common factor of all ratios (self-normalised importance sampling). The mean is over the micro-batch
-    of all ranks: a collective that every rank calls. With several micro-batches per step each is normalised on its own.
-    verl's `batch_normalize` normalises before rejection, and counts a sequence's weight once instead of once per token.
+    Removes the common factor of all ratios (self-normalised importance sampling). The mean is over each micro-batch of
+    all ranks: a collective. verl's `batch_normalize` normalises before rejection, and counts a sequence's weight once
+    instead of once per token.
 
     Args:
         correction: correction whose weights are normalised.
@@ -247,21 +247,20 @@ class BatchNormalized(Correction):
 
 @dataclass
 class BlendedIS(Correction):
-    """Two estimators in a ratio that `EstimatorBlend` chooses before each step, from the steps before it.
+    """Two estimators, with shares that `EstimatorBlend` chooses from the steps before.
 
         coefficient = share * w_sequence * A_baseline + (1 - share) * w_token * A_group
 
-    The first one has the weight of the completion and the advantage of `model.baseline` and is nearly unbiased; the
-    second has that of the token and the advantage of `data.advantage`, and the lesser variance. At a share of 1 or 0
-    only one of them is computed, to the same bits as without the blend. Not from a paper; the parts are VCPO's
-    (arXiv:2602.17616) and TIS.
+    The first, with the weight of the completion and the advantage of `model.baseline`, is nearly unbiased; the second,
+    with those of the token and of `data.advantage`, has less variance. At a share of 1 or 0 only one is computed, to
+    the same bits as without the blend. Not from a paper; the parts are VCPO's (arXiv:2602.17616) and TIS.
 
     Args:
         sequence: correction of the first estimator.
         token: correction of the second one.
 
     Attributes:
-        share: of the first estimator in the present step, in [0, 1]; 0 until a step was measured.
+        share: of the first estimator, in [0, 1]; 0 until a step was measured.
     """
 
     sequence: Correction = SequenceTruncatedIS(cap=8.0)
@@ -269,7 +268,7 @@ class BlendedIS(Correction):
     share: float = field(default=0.0, init=False)
 
     def weigh(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> CorrectionOutput:
-        """Mean of the two weights by their shares; `Objective` weighs their advantages, too."""
+        """Mean of both weights by their shares; `Objective` also weighs the advantages."""
         outputs = [self.sequence(log_ratio, loss_mask), self.token(log_ratio, loss_mask)]
         weights = self.share * outputs[0].weights + (1 - self.share) * outputs[1].weights
         return CorrectionOutput(weights=weights, rejected=outputs[0].rejected & outputs[1].rejected)
@@ -282,7 +281,7 @@ class BlendedIS(Correction):
 class Rejection(Correction):
     """Keeps tokens inside all bounds, with weight 1: verl's rollout correction by k1, k2 and k3.
 
-    Bounds are on the ratio r = pi_prox / mu itself (verl's k1 bounds 1 / r: not the same unless low = 1 / high).
+    Bounds are on the ratio r = pi_prox / mu (verl's k1 bounds 1 / r: the same only if low = 1 / high).
 
     Args:
         min_ratio: smallest ratio that is kept.
@@ -320,7 +319,7 @@ class Rejection(Correction):
     def outside(
         self, k1: Float[Tensor, "B T"], k2: Float[Tensor, "B T"], k3: Float[Tensor, "B T"]
     ) -> Bool[Tensor, "B T"]:
-        """Mask of values outside a bound; `k1` is the log-ratio, compared in log space to avoid overflow."""
+        """Mask of values outside a bound; the log-ratio `k1` is compared in log space, which cannot overflow."""
         low = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
         return (k1 < low) | (k1 > math.log(self.max_ratio)) | (k2 > self.max_k2) | (k3 > self.max_k3)
 
@@ -342,7 +341,7 @@ class TokenRejection(LeveledRejection):
 
 @dataclass(frozen=True)
 class SequenceRejection(LeveledRejection):
-    """Drops completions by sums over their tokens (verl: seq_sum_k1 and so on; its preset keeps ratios in [0.5, 2])."""
+    """Drops completions by sums over their tokens (verl: seq_sum_k1 and so on, preset [0.5, 2])."""
 
     level: ClassVar[Level] = "sequence"
 
@@ -361,7 +360,7 @@ class Veto(Rejection):
     min_ratio: float = 1e-4
 
     def rejects(self, log_ratio: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-        """Masks all tokens of a completion that has one outside the bounds."""
+        """Mask of completions with a token outside the bounds."""
         outside = self.outside(log_ratio, kl_k2(log_ratio), kl_k3(log_ratio)) & loss_mask
         return outside.any(-1, keepdim=True).expand_as(loss_mask)
 
@@ -370,9 +369,9 @@ class Veto(Rejection):
 class SecondMomentMask(Correction):
     """Drops the tokens with the largest (log r)^2 until the mean of the others is at most `budget`; weight 1.
 
-    AReaL's variant of M2PO: on the ratio of proximal to behavior policy and on all tokens, for any advantage,
-    with the usual clipped loss on the rest. Unlike AReaL, it may mask every token. The mean is over one micro-batch of
-    all ranks: a collective.
+    AReaL's variant of M2PO: on the ratio of proximal to behavior policy and for any advantage, with the usual clipped
+    loss on the rest. Unlike AReaL, it may mask every token. The mean is over one micro-batch of all ranks: a
+    collective.
 
     Args:
         budget: largest mean of (log r)^2.
@@ -401,7 +400,6 @@ class Proximal(ABC):
     """Maps log-probabilities of pi (detached) and mu to those of the proximal policy.
 
     Values at tokens that do not train are ignored. Subclass it for log-probabilities recomputed under other weights.
-    With one optimizer step per batch, `CurrentProximal` is the policy at the start of the step.
     """
 
     @abstractmethod
@@ -432,9 +430,9 @@ class BehaviorProximal(Proximal):
 class CurrentProximal(Proximal):
     """pi_prox = pi at the start of the step.
 
-    With one optimizer step per batch this is the detached pi itself: the "recomputed" proximal policy of decoupled
-    PPO (AReaL, arXiv:2505.24298) without another forward pass. The ratio is 1, no clip ever acts, and the gradient
-    equals REINFORCE's; the correction alone accounts for pi / mu.
+    With one optimizer step per batch this is the detached pi itself: the "recomputed" proximal policy of decoupled PPO
+    (AReaL, arXiv:2505.24298) without another forward pass. The ratio is 1, no clip acts, and the gradient is
+    REINFORCE's; the correction alone accounts for pi / mu.
     """
 
     def __call__(
@@ -451,9 +449,9 @@ class CurrentProximal(Proximal):
 class InterpolatedProximal(Proximal):
     """Log-linear interpolation: log pi_prox = (1/d) log mu + (1 - 1/d) log pi, d = staleness of the token.
 
-    A-3PO's approximation: the ratio is (pi / mu)^(1/d), as if every version had changed the policy equally.
-    d = 1 gives mu; d = 0 gives pi, so that the correction handles a difference there (the engine's numerics). From the
-    authors' description and AReaL's code, which takes mu at d = 0; the paper's text could not be checked.
+    A-3PO's approximation: the ratio is (pi / mu)^(1/d), as if every version had changed the policy equally. d = 1 gives
+    mu; d = 0 gives pi, which leaves a difference in numerics to the correction. From the authors' description and
+    AReaL's code, which takes mu at d = 0; the paper's text could not be checked.
     """
 
     def __call__(

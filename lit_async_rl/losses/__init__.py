@@ -1,8 +1,7 @@
 """Policy losses: callables from `LossInputs` to one unreduced value per token.
 
 Some published methods are combinations: GRPO, Dr. GRPO, DAPO, decoupled PPO and A-3PO are `PPOClip` (see there), IcePop
-and TIS are corrections, AsymRE and OPO are advantages for `Reinforce`, VCPO's base objective is `Reinforce` with a
-correction.
+and TIS corrections, AsymRE and OPO advantages for `Reinforce`, VCPO's base objective `Reinforce` with a correction.
 """
 
 from lit_async_rl.losses.base import LossInputs, LossOutput, PolicyLoss

@@ -1,8 +1,8 @@
 """Aggregation: the weight of each token in the average over one optimizer step.
 
 B rollouts, L_i trained tokens of rollout i. The loss of the step is the sum over tokens of weight times loss, for any
-split into micro-batches and ranks. `TokenMean`, `SequenceMean` and `PromptMean` are averages: their weights sum to
-1 over the step (0 if it has no token). Rollouts without tokens are excluded from averages.
+split into micro-batches and ranks. `TokenMean`, `SequenceMean` and `PromptMean` are averages over the rollouts that
+have tokens: their weights sum to 1 over the step (0 if it has no token).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Aggregation(ABC):
     def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float | None:
         """Normaliser of the weights, additive over groups; None where it is a constant.
 
-        Used by `data.stream_groups`, where the total is only known at the end of the step.
+        For `data.stream_groups`, which knows the total only at the end of the step.
 
         Raises:
             ValueError: the aggregation has no additive normaliser.
@@ -80,8 +80,7 @@ class SequenceMean(Aggregation):
 class PromptMean(Aggregation):
     """1 / (G sum of the group's L): every prompt counts the same, and so does every token within it.
 
-    ScaleRL, arXiv:2510.13786. G counts groups with tokens. The average within a prompt could not be checked in the
-    paper's text.
+    ScaleRL, arXiv:2510.13786; its average within a prompt could not be checked. G counts groups with tokens.
     """
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
@@ -125,7 +124,7 @@ class FixedLength(Aggregation):
         check_range("FixedLength", "integer >= 1", max_tokens=self.max_tokens)
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
-        """Equal weights, which depend on the number of rollouts only."""
+        """The same weight for each rollout."""
         return [1 / (len(lengths) * self.max_tokens) for _ in lengths]
 
     def divisor(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> float:
@@ -138,14 +137,14 @@ class TokenBudget(Aggregation):
     """1 / Phi with a constant Phi: every token of every step counts the same. C3PO (Ring-lite), arXiv:2506.14731.
 
     With `fill` a step trains on at most Phi tokens: rollouts are taken in admission order (independent of length) until
-    they have Phi tokens; the last one is truncated, and later ones do not train. All of them stay in the baselines of
-    their groups. `data.groups_per_step` is then the pool, and should hold slightly more than Phi tokens. The paper's
-    sampling from its pool could not be checked; it adds terms for entropy (`model.entropy_coefficient`) and expert
-    balance. Without `fill` the size of the gradient is proportional to the number of tokens.
+    they have Phi tokens; the last one is truncated, and later ones do not train, but stay in the baselines of their
+    groups. `data.groups_per_step` is then the pool, and should hold slightly more than Phi tokens. Without `fill` the
+    size of the gradient is proportional to the number of tokens. The paper's sampling from its pool could not be
+    checked; it adds terms for entropy (`model.entropy_coefficient`) and expert balance.
 
     Args:
         num_tokens: Phi.
-        fill: train on no more than Phi tokens.
+        fill: train on at most Phi tokens.
 
     Raises:
         ValueError: Phi is not positive.
@@ -192,9 +191,9 @@ class TokenBudget(Aggregation):
 class SourceMean(Aggregation):
     """(1 / n) times the average over each of n sources: every source counts the same.
 
-    The average of Malenia NIGT (arXiv:2509.24305), g = (1 / n) sum_i mean of source i's gradients, for sources with
-    different distributions and speeds. The paper's stopping rule (by the harmonic mean of gradients per source) is not
-    implemented: a step has `data.groups_per_step` groups, and n counts the sources among them.
+    The average of Malenia NIGT (arXiv:2509.24305), for sources with different distributions and speeds. The paper's
+    stopping rule (by the harmonic mean of gradients per source) is not implemented: a step has `data.groups_per_step`
+    groups, and n counts their sources.
 
     Args:
         key: key of `Prompt.metadata` that names the source.
@@ -242,12 +241,12 @@ class SourceMean(Aggregation):
 
 
 def within_sources(aggregation: Aggregation) -> Aggregation:
-    """The average within a source: the innermost aggregation, which reads the lengths of rollouts."""
+    """The innermost aggregation, which averages within a source."""
     return within_sources(aggregation.aggregation) if isinstance(aggregation, SourceMean) else aggregation
 
 
 def _first_tokens(rollout: Rollout, num_tokens: int) -> Rollout:
-    """Copy of the rollout that trains on its first `num_tokens` trained tokens only."""
+    """Copy of the rollout that trains on its first `num_tokens` only."""
     if rollout.num_trained_tokens <= num_tokens:
         return rollout
     branches = []

@@ -20,16 +20,16 @@ class LossInputs:
 
     Attributes:
         logprobs: log pi of the current policy, with gradient.
-        proximal_logprobs: log pi_prox of the proximal policy, the denominator of the ratio (see
-            `corrections.proximal`), without gradient.
+        proximal_logprobs: log pi_prox of the proximal policy, the denominator of the ratio (see `Proximal`), without
+            gradient.
         behavior_logprobs: log mu of the behavior policy, which sampled the tokens.
         staleness: age of each token in policy versions.
         token_weights: weight of each token in the average over the step.
-        group_index: group of each row; completions of one prompt share it.
+        group_index: group of each row, the completions of one prompt.
         advantages: advantage A of each token.
         loss_mask: True where a token trains.
-        head_logprobs: log pi of the k likeliest tokens at each position, which the engine recorded (`sampling.head`),
-            with gradient; None if the loss does not need them.
+        head_logprobs: log pi, with gradient, of the k likeliest tokens that the engine recorded (`sampling.head`); None
+            if the loss does not need them.
         head_behavior_logprobs: log mu of the same tokens; -inf where mu is 0.
         behavior_entropy: entropy of mu at each token, in nats.
     """
@@ -69,7 +69,7 @@ class LossInputs:
     def cleaned(self) -> LossInputs:
         """Copy with 0 at every token that does not train.
 
-        A completion with a non-finite value is masked as a whole, because its sequence ratio would not be finite.
+        A completion with a non-finite value is masked as a whole: its sequence ratio would not be finite.
         """
         finite = torch.ones_like(self.loss_mask)
         for values in (self.logprobs, self.proximal_logprobs, self.behavior_logprobs, self.advantages):
@@ -100,7 +100,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
-    """Loss of each token, not reduced and 0 where `loss_mask` is False; `clipped` marks tokens with a cut gradient."""
+    """Loss of each token, 0 where `loss_mask` is False; `clipped` marks tokens with a cut gradient."""
 
     per_token: Float[Tensor, "B T"]
     clipped: Bool[Tensor, "B T"]
@@ -109,19 +109,19 @@ class LossOutput:
 class PolicyLoss(ABC):
     """A per-token loss; averaging is a separate choice (`lit_async_rl.losses.aggregation`).
 
-    Subclasses implement `token_loss`, whose inputs are finite and masked.
+    Subclasses implement `token_loss`.
 
     Attributes:
-        uses_proximal: True if the loss contains the ratio to the proximal policy, False if it reads log-probabilities
-            only (ratios then enter as correction weights).
-        needs_behavior_proximal: True if that ratio is the method's own off-policy correction: the proximal policy must
-            then be the behavior policy, and any further correction would count twice.
+        uses_proximal: True if the loss contains the ratio to the proximal policy; if False, ratios enter as correction
+            weights only.
+        needs_behavior_proximal: True if that ratio is the method's off-policy correction: the proximal policy must then
+            be the behavior policy, and another correction would count twice.
         needs_reference: True if the proximal policy is the frozen reference policy.
         needs_entropy: whether it reads the entropy of the sampling distributions.
         needs_head: smallest admissible `data.sampling.head`; None if the loss reads no recorded distributions, 0 if
             only their entropy.
         needs_whole_groups: True if it compares the completions of one prompt, which must be in one micro-batch.
-        needs_single_rows: True if it reads the ratios of the tokens before a token, so that no rollout may branch.
+        needs_single_rows: True if a token's loss reads the ratios of earlier tokens, so that no rollout may branch.
     """
 
     uses_proximal: ClassVar[bool] = True

@@ -41,7 +41,7 @@ MIN_DRIFT = 1e-4
 def is_truncated(
     weights: Float[Tensor, "B T"], low: Bound, high: Bound, num_tokens: int | Int[Tensor, "B 1"] = 1
 ) -> Bool[Tensor, "B T"]:
-    """Mask of weights that a truncation changes by more than rounding; each is a product of `num_tokens` ratios."""
+    """Mask of weights, products of `num_tokens` ratios each, that a truncation changes by more than rounding."""
     slack = torch.as_tensor(num_tokens * MIN_DRIFT, dtype=weights.dtype, device=weights.device).exp()
     return (weights > high * slack) | (weights * slack < low)
 
@@ -66,12 +66,12 @@ def clipped_surrogate(
 class PPOClip(PolicyLoss):
     """Clipped surrogate: L = -min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_prox.
 
-    Schulman et al. 2017, arXiv:1707.06347, eq. 7. Other methods are this loss with other choices elsewhere:
-    GRPO (arXiv:2402.03300) with `SequenceMean` and `GroupMeanStd`; Dr. GRPO (arXiv:2503.20783) with `FixedLength` and
-    `GroupMean`; DAPO (arXiv:2503.14476) with `TokenMean` and `clip_high` 0.28; decoupled PPO (AReaL,
-    arXiv:2505.24298) and A-3PO with `CurrentProximal` or `InterpolatedProximal` and a correction; TIS and IcePop the
-    same with `TokenTruncatedIS` and `IcePop`. `dual_clip` bounds the loss of tokens with negative advantage at -c A
-    (Ye et al. 2020, arXiv:1912.09729, eq. 5).
+    Schulman et al. 2017, arXiv:1707.06347, eq. 7. Other methods are this loss: GRPO (arXiv:2402.03300) with
+    `SequenceMean` and `GroupMeanStd`; Dr. GRPO (arXiv:2503.20783) with `FixedLength` and `GroupMean`; DAPO
+    (arXiv:2503.14476) with `TokenMean` and `clip_high` 0.28; decoupled PPO (AReaL, arXiv:2505.24298) and A-3PO with
+    `CurrentProximal` or `InterpolatedProximal` and a correction; TIS and IcePop the same with `TokenTruncatedIS` and
+    `IcePop`. `dual_clip` bounds the loss of tokens with negative advantage at -c A (Ye et al. 2020, arXiv:1912.09729,
+    eq. 5).
 
     Example:
         ```python
@@ -114,11 +114,10 @@ class PPOClip(PolicyLoss):
 class MiniRL(PolicyLoss):
     """L = -M sg(r) A log pi, r = pi / pi_prox; M = 0 where PPO would clip. Qwen, arXiv:2512.01374.
 
-    The paper splits pi / mu = (pi_prox / mu) (pi / pi_prox) into the mismatch of engine and trainer and the staleness
-    since the proximal policy. The first factor is the correction (`TokenTruncatedIS(cap=5.0)` in the paper), the second
-    this loss; without a policy between mu and pi (`BehaviorProximal`) r is their product. The gradient is PPO-clip's,
-    the value is not. Advantages: `GroupMean`; averages without length weights: `TokenMean` or `FixedLength`. From a
-    summary of the paper; its text could not be checked.
+    The paper splits pi / mu = (pi_prox / mu) (pi / pi_prox) into the mismatch of engine and trainer, handled by the
+    correction (`TokenTruncatedIS(cap=5.0)` in the paper), and the staleness since the proximal policy, handled by this
+    loss; with `BehaviorProximal` r is their product. The gradient is PPO-clip's, the value is not. Advantages:
+    `GroupMean`; averages without length weights: `TokenMean` or `FixedLength`. From a summary of the paper.
 
     Args:
         clip_low: how far r may fall below 1.
@@ -179,13 +178,13 @@ class ASPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class OPSM(PolicyLoss):
-    """PPO-clip with off-policy sequence masking (DeepSeek-V3.2): stale completions with A < 0 are masked.
+    """PPO-clip with off-policy sequence masking (DeepSeek-V3.2).
 
     A completion's tokens with A < 0 are dropped if (1 / L) sum (log mu - log pi) > delta. DeepSeek's delta could not be
     checked; 0.5 is TRL's example, slime uses 1e-4.
 
     Args:
-        delta: largest mean drift log mu - log pi, in nats per token, of a completion with A < 0.
+        delta: largest mean drift of a completion with A < 0, in nats per token.
         clip_low: how far r may fall below 1.
         clip_high: how far r may rise above 1.
 
@@ -202,7 +201,7 @@ class OPSM(PolicyLoss):
         check_range("OPSM", ">= 0", delta=self.delta)
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
-        """PPO-clip, with 0 at the A < 0 tokens of completions that drifted by more than `delta`."""
+        """PPO-clip, with 0 at dropped tokens."""
         loss, cut = clipped_surrogate(inputs.ratio, inputs.advantages, 1 - self.clip_low, high=1 + self.clip_high)
         drift = -geometric_log_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.loss_mask)
         dropped = (inputs.advantages < 0) & (drift > self.delta)[:, None]
@@ -219,8 +218,7 @@ class SAT(PolicyLoss):
     With d = log r, r = pi / pi_prox, and q the `quantile` of |d| over the tokens of the micro-batch, of all ranks (a
     collective): where |d| > q the bound on the token's side (`clip_high` where d > 0, `clip_low` where d < 0) is
     multiplied by 2 / (1 + (|d| / q)^2). As in PPO-clip, tokens that move back toward r = 1 keep their gradient.
-    quantile = 1 is PPO-clip. From a summary of the paper: the exponent 2 is the paper's, the rest of the kernel ours (1
-    at the threshold, decreasing).
+    quantile = 1 is PPO-clip. The exponent 2 is from a summary of the paper, the rest of the factor ours.
 
     Args:
         clip_low: how far r may fall below 1.
@@ -266,9 +264,9 @@ class ESTR(PolicyLoss):
     """PPO-clip on the tokens with d^2 / (H + eps) <= tau; the others get no gradient, and stay in the average.
 
     d = log pi - log mu, H the entropy of mu at the token (`data.sampling.head: 0` records it). The expected square of d
-    grows with H, so that one bound for all tokens keeps the noise of nearly certain tokens and cuts exploration where
-    the sampler was uncertain. Entropy-scaled trust region, arXiv:2607.22186; its tau could not be found: calibrate it
-    by the logged share of clipped tokens.
+    grows with H: a single bound for all tokens keeps the noise of nearly certain tokens and cuts exploration where the
+    sampler was uncertain. Entropy-scaled trust region, arXiv:2607.22186. The paper's tau could not be found: calibrate
+    it by the logged share of clipped tokens.
 
     Args:
         tau: largest scaled square; `inf` is PPO-clip.
@@ -359,7 +357,7 @@ class PNPO(PolicyLoss):
     """L = -min(s A, clip(s, 1 - low, 1 + high) A), s_t the geometric mean of r_1 ... r_t. arXiv:2608.01418.
 
     s_t has the gradient of its own token, s_t grad log pi_t, as in GSPO-token: the last token's s is GSPO's ratio. From
-    a summary of the paper; its text, its bounds and the gradient through the prefix could not be checked.
+    a summary of the paper; its bounds and its gradient through the prefix could not be checked.
 
     Args:
         clip_low: how far s may fall below 1; `inf` does not clip.
@@ -408,8 +406,8 @@ def _contributions(
 ) -> tuple[list[float], list[float]]:
     """Sums of |min(r A, clip(r, low, high) A)| over A > 0 for each `high`, and over A < 0 for each `low`.
 
-    The clip only bounds r from above where A > 0, and from below where A < 0, so each sum depends on one bound. All
-    sums are reduced over ranks in one collective, so that every rank picks the same candidate.
+    Each sum depends on one bound only: the clip bounds r from above where A > 0, and from below where A < 0. One
+    collective reduces all sums over ranks, so that every rank picks the same candidate.
     """
     ratio = inputs.ratio.detach().double()
     size = masked(scale.double() * inputs.advantages.double().abs(), inputs.loss_mask)
@@ -477,9 +475,9 @@ class BAPOReleased(PolicyLoss):
     """BAPO as released: the ratio of positive to negative sums, c_low raised first, and a dual clip.
 
     ratio(c_low, c_high) = sum over A > 0 of min(r, c_high) A / |sum over A < 0 of max(r, c_low) A|, without mu; c_low
-    rises to its maximum, then c_high, until the ratio is at least the target. (Raising c_low lowers the ratio, so
-    half of the path moves away from the target.) Constants are from the repository's example script; its configuration
-    defaults differ: target 1, c_low 0.6 to 0.8, both steps 0.05. Reimplemented, no code taken.
+    rises to its maximum, then c_high, until the ratio is at least the target. (Raising c_low lowers the ratio, so half
+    of the path moves away from the target.) Constants are from the repository's example script; the defaults of its
+    configuration are target 1, c_low 0.6 to 0.8, and steps of 0.05. Reimplemented, no code taken.
 
     Args:
         target_ratio: target ratio of positive to negative sums.

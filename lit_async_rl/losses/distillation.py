@@ -8,8 +8,8 @@ With p the student, q the teacher, both at the sampling temperature:
 | `forward_kl` | sum of q (log q - log p) | covers all that the teacher would say |
 | `jsd` | beta KL(q \\|\\| m) + (1 - beta) KL(p \\|\\| m), m = beta q + (1 - beta) p | is between both, and bounded |
 
-The last is that of GKD (arXiv:2306.13649). The states are the prefixes of the student's own completions, sampled by the
-version that each token carries; their age is the only staleness of these gradients.
+The last is that of GKD (arXiv:2306.13649). The states are the prefixes of the student's own completions; their age is
+the only staleness of these gradients.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def divergence(
 
 
 def _kl(first: Float[Tensor, "*N V"], second: Float[Tensor, "*N V"]) -> Float[Tensor, "*N"]:
-    """KL(first || second); tokens that the first never says count for nothing."""
+    """KL(first || second); tokens of probability 0 under the first add nothing."""
     never = first == -torch.inf
     difference = (first - second).masked_fill(never, 0.0)
     return (first.exp() * difference).sum(-1)
 
 
 def with_tail(head: Float[Tensor, "*N k"]) -> Float[Tensor, "*N k1"]:
-    """Log-probabilities of k tokens, and behind them that of all others together.
+    """Log-probabilities of k tokens, followed by that of all others together.
 
-    Of two distributions merged in this way the divergence is at most that of the whole ones (it loses how the others
-    differ among each other), and 0 where they are equal.
+    The divergence of two distributions merged in this way is at most that of the whole ones, which also differ among
+    the other tokens, and 0 where they are equal.
     """
     others = 1 - head.exp().sum(-1, keepdim=True)
     return torch.cat([head, others.clamp(min=torch.finfo(head.dtype).tiny).log()], dim=-1)

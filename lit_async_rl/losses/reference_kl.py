@@ -2,8 +2,8 @@
 
 An unbiased value does not give an unbiased gradient: on samples of pi, k1 and k3 are unbiased for the value of
 KL(pi || ref), but as losses they have the gradients of 0 and of KL(ref || pi), because the expectation over pi is not
-differentiated (arXiv:2506.09477, arXiv:2510.01555, arXiv:2512.21852). The estimators here define value and gradient
-separately.
+differentiated (arXiv:2506.09477, arXiv:2510.01555, arXiv:2512.21852). Value and gradient are therefore defined
+separately here.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def reference_kl(
     With k = log pi - log ref and r = pi / mu of a token:
 
     * `token`: gradient r k grad log pi, value r k3. Unbiased for the gradient of the sum over positions of
-      KL(pi(. | prefix) || ref(. | prefix)), with the prefixes as mu visits them. On fresh data that is the gradient of
-      k2 (r = 1); with r it is that of r k3 differentiated through r, as in DeepSeek-V3.2 (arXiv:2512.02556).
+      KL(pi(. | prefix) || ref(. | prefix)), at the prefixes that mu visits. It is the gradient of k2 on fresh data
+      (r = 1), and in general that of r k3 differentiated through r, as in DeepSeek-V3.2 (arXiv:2512.02556).
     * `sequence`: the gradient of KL(pi || ref) of whole completions (k1 in the reward), which includes a token's effect
       on later prefixes. The coefficient of token t is C_t - R_t B_t: C_t is the sum over s >= t of R_s k_s, R_s the
       ratio of the completion up to s, and B_t the mean of C_t over the other completions of the group, a baseline
-      independent of this completion (groups must be whole). Unbiased on stale data, too, with a variance that grows
-      with length and staleness.
-    * `k3`: the derivative of k3 = ref / pi - 1 + k, without importance weights, as in GRPO (arXiv:2402.03300). On
-      fresh data it is the gradient of KL(ref || pi); on stale data the gradient of neither KL.
+      independent of this one (groups must be whole). Unbiased on stale data, too; the variance grows with length and
+      staleness.
+    * `k3`: the derivative of k3 = ref / pi - 1 + k, without importance weights, as in GRPO (arXiv:2402.03300). On fresh
+      data it is the gradient of KL(ref || pi), on stale data of neither KL.
 
     Log-ratios of importance weights are limited to ±20. A completion with a non-finite log-probability has no penalty.
 

@@ -18,11 +18,11 @@ from lit_async_rl.utils.checks import check_range
 class OPMD(PolicyLoss):
     """Online policy mirror descent in its simplest form: L = -A log pi / (1 + tau).
 
-    As in Trinity-RFT (the method's own derivation could not be checked). A = R - mean is `GroupMean`; the other
-    baseline, tau log mean exp(R / tau), is `LogMeanExp`.
+    As in Trinity-RFT (the method's derivation could not be checked). A = R - mean is `GroupMean`; the other baseline,
+    tau log mean exp(R / tau), is `LogMeanExp`.
 
     Args:
-        tau: temperature of the KL penalty, which appears as the divisor 1 + tau.
+        tau: temperature of the KL penalty.
 
     Raises:
         ValueError: tau is negative.
@@ -43,7 +43,7 @@ class OPMD(PolicyLoss):
 
 @dataclass(frozen=True)
 class KimiRegression(PolicyLoss):
-    """L = -A log pi + (tau / 2) (log pi - log pi_prox)^2: a quadratic pull to the proximal policy in place of a clip.
+    """L = -A log pi + (tau / 2) (log pi - log pi_prox)^2: a quadratic penalty in place of a clip.
 
     After Kimi k1.5 (arXiv:2501.12599), per token as in ROLL; verl calls the same loss DRO. The paper's own form is per
     completion and could not be checked.
@@ -85,8 +85,8 @@ def spread_square(
 ) -> Float[Tensor, "B T"]:
     """Spreads residual^2 evenly over the tokens of a completion, with the gradient 2 residual d log pi at each token.
 
-    If all tokens have the same weight w and d residual = d log pi of the completion, the weighted sum has the value and
-    the gradient of w residual^2.
+    If all tokens have the weight w and d residual = d log pi of the completion, the weighted sum has the value and the
+    gradient of w residual^2.
     """
     residual = residual.detach()[:, None]
     share = residual.square() / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -102,7 +102,7 @@ class TrajectoryBalance(PolicyLoss):
     """L_i = (log Z + log pi(y_i) - log ref(y_i) - r_i / beta)^2, log Z = mean of log ref - log pi + r / beta.
 
     TBA, arXiv:2503.18929 (VarGrad's estimate of log Z). With k_i = log pi(y_i) - log ref(y_i), log Z of the group
-    without gradient, and A_i = r_i - mean r (`GroupMean`) the loss is ((k_i - mean k) - A_i / beta)^2, with the
+    without gradient, and A_i = r_i - mean r (`GroupMean`), the loss is ((k_i - mean k) - A_i / beta)^2, with the
     gradient -(2 / beta) (A_i - beta (k_i - mean k)) grad log pi(y_i): REINFORCE with the KL penalty in the reward, at
     the current log-probabilities.
 
@@ -110,7 +110,7 @@ class TrajectoryBalance(PolicyLoss):
     the same weight (`FixedLength(1)` is the paper's mean of squares).
 
     Args:
-        beta: strength of the KL penalty; the paper lowers it over time, and here it is constant.
+        beta: strength of the KL penalty, constant here; the paper lowers it over time.
 
     Raises:
         ValueError: beta is not positive.
@@ -141,7 +141,7 @@ class TrajectoryBalancePrime(TrajectoryBalance):
     """L_i = (beta log Z + beta k_i - r_i)^2 / (2 beta): `TrajectoryBalance` times beta / 2, on the scale of REINFORCE.
 
     TBA' of the authors' PRIME-RL fork, with `FixedLength(max_tokens)`. The fork takes log Z from the policy before the
-    updates on the batch; with one optimizer step per batch that is the current policy.
+    batch, which is the current one with one optimizer step per batch.
     """
 
     beta: float = 0.005
@@ -158,8 +158,8 @@ class OAPL(PolicyLoss):
 
     Optimal-advantage regression, arXiv:2602.19362: fits mu exp(r / beta) / Z, the optimal policy under a KL penalty to
     the sampling policy mu. mu stays for `data.weight_sync_steps` optimizer steps; `data.max_staleness: 0` trains on no
-    older data, like the paper's cleared buffer. The paper's constants beta_2 and beta_1 are beta and tau here; default
-    values of the paper are not known.
+    older data, like the paper's cleared buffer. beta and tau are the paper's beta_2 and beta_1, with unknown
+    defaults.
 
     Args:
         beta: strength of the KL penalty.

@@ -21,9 +21,9 @@ from lit_async_rl.utils.checks import check_range
 class Reinforce(PolicyLoss):
     """Policy gradient: L = -A log pi. Williams 1992.
 
-    Off-policy data need a correction (`lit_async_rl.corrections`) with `proximal: CurrentProximal`: its weights
-    pi / mu then multiply each token's loss. With `SequenceTruncatedIS(cap=8.0)` this is the base objective of VCPO
-    (arXiv:2602.17616; from its released code, the paper's text could not be checked).
+    Off-policy data need a correction (`lit_async_rl.corrections`) with `proximal: CurrentProximal`, whose weights
+    pi / mu multiply each token's loss. With `SequenceTruncatedIS(cap=8.0)` this is the base objective of VCPO
+    (arXiv:2602.17616, from its released code).
     """
 
     uses_proximal: ClassVar[bool] = False
@@ -39,9 +39,9 @@ class Reinforce(PolicyLoss):
 class CISPO(PolicyLoss):
     """Truncated, detached weight: L = -sg(clip(r, 1 - low, 1 + high)) A log pi, r = pi / pi_prox; no token is masked.
 
-    MiniMax-M1, arXiv:2506.13585 (formula as several frameworks implement it; the paper's text could not be checked).
-    Only the upper bound is active in the original, so `clip_low` is off by default. The paper's bound could not be
-    checked: implementations range from 1.02 (PipelineRL's REINFORCE, the same loss) to 5; the default here is 5.
+    MiniMax-M1, arXiv:2506.13585, with the formula of several frameworks; the paper's text could not be checked. Only
+    the upper bound is active in the original, so `clip_low` is off by default. Implementations bound the weight
+    by 1.02 (PipelineRL's REINFORCE, the same loss) to 5, the default here.
 
     Args:
         clip_low: how far below 1 the weight may fall; `inf` does not bound it.
@@ -71,7 +71,7 @@ class SAPO(PolicyLoss):
     """Soft gate instead of a clip: L = -(4 / tau) sigmoid(tau (r - 1)) A, r = pi / pi_prox.
 
     The gradient weight r / cosh(tau (r - 1) / 2)^2 is 1 on-policy and fades smoothly on both sides. Qwen,
-    arXiv:2511.20347 (formula and defaults as in three frameworks; the paper's text could not be checked).
+    arXiv:2511.20347, from three frameworks; the paper's text could not be checked.
 
     Args:
         tau_positive: sharpness of the gate where A > 0.
@@ -115,9 +115,9 @@ class ImportanceWeight(Enum):
 class ScoreCentering(PolicyLoss):
     """REINFORCE with weights w = f(pi / mu) and the score's expectation under the sampler subtracted.
 
-    On-policy the score s_v = grad log pi_v has expectation 0. Under another sampler mu it does not, and the gradient
-    has a term E[A] E_mu[w s], which moves the policy wherever the mean advantage is not 0. With that term subtracted,
-    per token y:
+    On-policy the score s_v = grad log pi_v has expectation 0. Under another sampler mu it does not, and the term E[A]
+    E_mu[w s] of the gradient moves the policy wherever the mean advantage is not 0. With that term subtracted, per
+    token y:
 
         L = -A (sg(w_y) log pi_y - sum over v in H of sg(mu_v w_v - alpha pi_v) log pi_v)
 

@@ -17,8 +17,8 @@ from lit_async_rl.utils.checks import check_range
 class GSPO(PolicyLoss):
     """PPO-clip of the geometric-mean ratio s_i = (prod_t r_t)^(1 / L_i): L = -min(s A, clip(s, 1 - low, 1 + high) A).
 
-    Every token of a completion takes the value of the completion; use `SequenceMean`, as the paper does.
-    arXiv:2507.18071 (formula and defaults as in the paper, read through three frameworks).
+    Every token takes the value of its completion; use `SequenceMean`, as the paper does. arXiv:2507.18071 (formula and
+    defaults read through three frameworks).
 
     Args:
         clip_low: how far s may fall below 1.
@@ -72,10 +72,10 @@ class GSPOToken(PolicyLoss):
 class TOPR(PolicyLoss):
     """Tapered off-policy REINFORCE: L = -sg(clip(w_i, low, high)) A log pi, w_i = prod_t r_t, bounds by the sign of A.
 
-    With the paper's bounds good completions have weight 1 at any ratio, and bad ones min(w, 1), so that completions
-    which have become unlikely are not pushed down further. arXiv:2503.14286, no official code; the paper splits by the
-    sign of the *reward* (±1, no baseline), which is the sign of A with `Raw` advantages. This is the paper's sequence
-    ratio; ROLL takes token ratios, other frameworks length-normalised ones.
+    With the paper's bounds, the defaults, good completions have weight 1 at any ratio, and bad ones min(w, 1), so that
+    unlikely completions are not pushed down further. arXiv:2503.14286, no official code; the paper splits by the sign
+    of the *reward* (±1, no baseline), which is the sign of A with `Raw` advantages. Unlike the paper, ROLL takes token
+    ratios, other frameworks length-normalised ones.
 
     Args:
         positive_low: smallest weight where A > 0.
@@ -115,9 +115,8 @@ class TOPR(PolicyLoss):
 class VESPO(PolicyLoss):
     """Smooth sequence weight: L = -sg(phi(W_i)) A log pi, phi(W) = W^c1 exp(c2 (1 - W)), W_i = prod_t r_t.
 
-    phi(1) = 1 is close to the maximum, and phi vanishes on both sides: the weight of long stale completions underflows
-    to 0, so monitor the mean weight. arXiv:2602.10693 v3, with its constants; log W is limited to ±20
-    as in its code.
+    phi(1) = 1 is close to the maximum, and phi vanishes on both sides: weights of long stale completions underflow to
+    0, so monitor their mean. arXiv:2602.10693 v3, with its constants; log W is limited to ±20 as in its code.
 
     Args:
         c1_positive: exponent where A >= 0.

@@ -21,7 +21,7 @@ def _probability_change(inputs: LossInputs) -> Float[Tensor, "B T"]:
 
 
 def _masked_surrogate(inputs: LossInputs, dropped: Bool[Tensor, "B T"], kl_coefficient: float) -> LossOutput:
-    """-keep r A + kl_coefficient (log r)^2, the gradient of both through r."""
+    """-keep r A + kl_coefficient (log r)^2, with gradient."""
     log_ratio = inputs.log_ratio
     loss = -torch.where(dropped, 0.0, log_ratio.exp()) * inputs.advantages + kl_coefficient * log_ratio.square()
     return LossOutput(per_token=loss, clipped=dropped)
@@ -31,10 +31,10 @@ def _masked_surrogate(inputs: LossInputs, dropped: Bool[Tensor, "B T"], kl_coeff
 class DPPO(PolicyLoss):
     """L = -keep r A + kl (log r)^2; a token is masked once its *probability* moved too far along its advantage.
 
-    keep = not (A > 0 and pi - mu > max_increase, or A <= 0 and pi - mu < -max_decrease). A ratio is a poor measure for
-    rare tokens: from 1e-6 to 1e-5 is a ratio of 10 and hardly a change. arXiv:2602.04879, formula and constants from
-    prime-rl, without its factor on the advantage (1 there); the paper's text could not be checked. verl's `dppo_tv`
-    differs: no squared log-ratio, and the gradient flows through log pi with the detached weight min(r, 20).
+    keep = not (A > 0 and pi - mu > max_increase, or A <= 0 and pi - mu < -max_decrease). Ratios mislead for rare
+    tokens: from 1e-6 to 1e-5 is a ratio of 10 and hardly a change. arXiv:2602.04879, formula and constants from
+    prime-rl, without its factor on the advantage (1 there); the paper's text could not be checked. verl's `dppo_tv` has
+    no squared log-ratio, and its gradient is that of log pi with the detached weight min(r, 20).
 
     Args:
         max_increase: largest rise of the probability where A > 0.
@@ -89,7 +89,7 @@ class IPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class DPPOBinaryKL(PolicyLoss):
-    """L = -keep sg(min(r, cap)) A log pi; keep = the binary KL of the sampled token against all others is small.
+    """L = -keep sg(min(r, cap)) A log pi; keep = the binary KL of the sampled token is small.
 
     KL = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), p = mu's and q = pi's probability; a token is dropped only where
     the advantage pushes it further (A > 0 and r > 1, or A < 0 and r < 1). arXiv:2602.04879, as in verl; the default
@@ -134,7 +134,7 @@ def binary_kl(logprobs_p: Float[Tensor, "*shape"], logprobs_q: Float[Tensor, "*s
 
 
 def _pushed_outward(inputs: LossInputs) -> Bool[Tensor, "B T"]:
-    """Mask of tokens pushed further from the proximal policy by their advantage: only these can leave the region."""
+    """Mask of tokens that their advantage pushes further from the proximal policy: only these can leave the region."""
     log_ratio = inputs.log_ratio
     pushed = ((inputs.advantages > 0) & (log_ratio > 0)) | ((inputs.advantages < 0) & (log_ratio < 0))
     return pushed & inputs.loss_mask
@@ -145,9 +145,9 @@ class M2PO(PolicyLoss):
     """Second-moment trust region: L = -M r A without a clip, M drops tokens until mean (log r)^2 <= budget.
 
     The mean is over tokens that move further away (A > 0 and r > 1, or A < 0 and r < 1); while it is above the budget,
-    the token with the largest (log r)^2 is dropped. arXiv:2510.01161 v2, algorithm 1: the paper's mask, over the
-    micro-batch of all ranks, a collective (the paper: over the training batch, so one micro-batch per step is exact).
-    The released code differs (`M2POAdaptiveClip`), and so does AReaL (`lit_async_rl.corrections.SecondMomentMask`).
+    the token with the largest (log r)^2 is dropped. arXiv:2510.01161 v2, algorithm 1, but over the micro-batch of all
+    ranks (a collective), where the paper takes the training batch: the same with one micro-batch per step. The released
+    code differs (`M2POAdaptiveClip`), and so does AReaL (`lit_async_rl.corrections.SecondMomentMask`).
 
     Args:
         budget: largest mean of (log r)^2; the paper reports little sensitivity up to 0.1.
@@ -174,8 +174,8 @@ class M2POAdaptiveClip(PolicyLoss):
     """PPO-clip with bounds [e^-c, e^c], c such that mean min((log r)^2, c^2) = budget over tokens moving further away.
 
     The rule of M2PO's released code (per micro-batch of all ranks, a collective) in place of the paper's mask. Nothing
-    is clipped while the mean is within the budget. It differs from that code in two ways: c is exact, where the code
-    approximates it; and the floors under the clip range (0.3 and 0.5), inactive in the code's runs, are left out.
+    is clipped while the mean is within the budget. Unlike there, c is exact, not approximated, and there are no floors
+    under the clip range (0.3 and 0.5, inactive in the code's runs).
 
     Args:
         budget: largest mean of the capped (log r)^2.

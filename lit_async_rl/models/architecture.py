@@ -35,7 +35,7 @@ def context_length(lm: PreTrainedModel) -> int:
 
 
 def configured_length(of_model: PreTrainedConfig) -> int:
-    """Context length in tokens: positions, the shortest attention window, or `rotary_length`, whichever is least."""
+    """Context length in tokens: the least of positions, attention windows and `rotary_length`."""
     config = of_model.get_text_config()
     length = min(getattr(config, "max_position_embeddings", None) or 2**20, rotary_length(config) or 2**20)
     names = WINDOW_SETTINGS if getattr(config, "use_sliding_window", True) else ()
@@ -49,7 +49,7 @@ def rotary_length(of_model: PreTrainedConfig) -> int | None:
     """Number of tokens beyond which the rotary frequencies of all positions change; None if they never do.
 
     transformers chooses the frequencies by the longest row of a forward pass (`longrope` of Phi-3 and Phi-4-mini,
-    `dynamic`). Beyond this length a row would change the shorter rows beside it, and keys in a cache would be wrong.
+    `dynamic`). A row beyond this length would change the shorter rows beside it, and make keys in a cache wrong.
     """
     config = of_model.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -65,7 +65,7 @@ def rotary_length(of_model: PreTrainedConfig) -> int | None:
 
 
 def other_layers(lm: PreTrainedModel) -> str:
-    """Kinds of layers other than full and sliding attention, by their names in the configuration; empty if none."""
+    """Names in the configuration of layers other than full and sliding attention; empty if none."""
     kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
     others = sorted(kinds - {"full_attention", "sliding_attention"})
     return ", ".join(others) or ("recurrent" if lm._is_stateful else "")
@@ -74,7 +74,7 @@ def other_layers(lm: PreTrainedModel) -> str:
 def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, buffer) of persistent buffers: weights in the model's files that receive no gradient.
 
-    Examples are scales of Gemma 4's layers, and router biases of DeepSeek, GLM and others.
+    Such as scales of Gemma 4's layers, and router biases of DeepSeek and GLM.
     """
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):

@@ -1,9 +1,8 @@
-"""Choice of attention and expert kernels that compute every setting of a model's configuration.
+"""Choice of attention and expert kernels that honour every setting of a model's configuration.
 
-The kernels of transformers take the same arguments, and silently ignore those they do not support. A test of all
-families of transformers 5.19, with every setting of attention and experts exaggerated in turn, found one difference
-between `sdpa` and `eager`: `attn_logit_softcapping` (Gemma 2, VaultGemma). Families with attention sinks do not offer
-`sdpa`.
+The kernels of transformers silently ignore arguments that they do not support. A test of all families of transformers
+5.19, with every setting of attention and experts exaggerated in turn, found one difference between `sdpa` and `eager`:
+`attn_logit_softcapping` (Gemma 2, VaultGemma). Families with attention sinks do not offer `sdpa`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ log = logging.getLogger(__name__)
 
 
 def ignored_setting(lm: PreTrainedModel, implementation: str | None = None) -> str:
-    """Setting of a model's configuration that an attention kernel ignores, as `name=value`; empty if there is none.
+    """Setting of a model's configuration that an attention kernel ignores, as `name=value`; empty if none.
 
     Args:
         lm: the model.
-        implementation: the kernel; None is the model's present one.
+        implementation: the kernel; None is the present one.
     """
     for config in (lm.config, lm.config.get_text_config()):
         for name in IGNORED_SETTINGS.get(implementation or lm.config._attn_implementation, ()):
@@ -66,13 +65,13 @@ def _announce_eager(kind: str, default: str, setting: str) -> None:
 
 
 def decoding_attention(lm: PreTrainedModel) -> str:
-    """Kernel that takes the masks of the embedded engine and honours the configuration: `sdpa`, or else `eager`."""
+    """Kernel that takes the embedded engine's masks and honours the configuration: `sdpa`, else `eager`."""
     return "sdpa" if lm._supports_sdpa and not ignored_setting(lm, "sdpa") else "eager"
 
 
 @contextmanager
 def eager_kernels(lm: PreTrainedModel) -> Iterator[None]:
-    """Context with eager attention and experts, which compute every setting of a configuration.
+    """Context with eager attention and experts, which ignore no setting.
 
     Families that choose their kernel at construction keep it.
     """

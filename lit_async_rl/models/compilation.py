@@ -1,9 +1,8 @@
 """Transformer blocks compiled by `torch.compile`: fewer and larger kernels, where gradients are taken.
 
-All blocks of a model run the same code, which is compiled once and not once for each: in seconds where the whole model
-would take minutes. Numbers of rows and tokens are symbols in it, so that no other batch compiles it again. Embeddings,
-head and losses stay as they are, and so does what runs without gradients (self-checks, validation, the reference),
-which would each be compiled apart.
+All blocks run the same code, compiled once: in seconds, where the whole model would take minutes. Numbers of rows and
+tokens are symbols in it, so that no batch compiles it again. Embeddings, head and losses are not compiled, nor is what
+runs without gradients (self-checks, validation, the reference), which would each be compiled apart.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _EXPERTS = re.compile("moe|expert", re.IGNORECASE)  # in names of classes
 
 
 def compile_blocks(lm: PreTrainedModel) -> None:
-    """Compiles the blocks in place, at their first forward pass; names of parameters stay.
+    """Compiles the blocks in place, at their first forward pass; parameters keep their names.
 
     Raises:
         ValueError: the model has no blocks, or experts to which tokens are routed.

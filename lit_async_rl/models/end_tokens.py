@@ -30,10 +30,10 @@ class EndTokens:
 
     Attributes:
         ids: all end tokens; empty if nothing ends a completion.
-        named: ids by source (generation_config, config, tokenizer, chat template), without sources that name none.
-        left_out: named ids that are no end, because the chat template writes them inside of a turn.
-        turn_end: text that the chat template writes after an assistant's last message; empty if it writes none.
-        turn_ends_with_token: False if that text begins with ordinary text instead of a special token.
+        named: ids by source (generation_config, config, tokenizer, chat template) that names any.
+        left_out: named ids that are no end: the chat template writes them inside of a turn.
+        turn_end: text that the chat template writes after an assistant's last message.
+        turn_ends_with_token: False if that text begins with ordinary text.
     """
 
     ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class EndTokens:
 
     @property
     def are_disputed(self) -> bool:
-        """Whether the first source, the only one in use elsewhere, names other tokens."""
+        """Whether the first source, which other programs use alone, names other tokens."""
         first = next(iter(self.named.values()), ())
         return bool(self.left_out) or not set(self.ids) <= set(first)
 
@@ -63,24 +63,24 @@ class EndTokens:
 
 
 def eos_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
-    """Token ids that end a completion of a loaded model, see `find_end_tokens`. Warns if there are none."""
+    """End tokens of a loaded model, see `find_end_tokens`. Warns if there are none."""
     return _ids_or_warning(find_end_tokens(lm.name_or_path or "", lm.generation_config, lm.config), lm.name_or_path)
 
 
 def stored_eos_token_ids(model: str) -> tuple[int, ...]:
-    """Token ids that end a completion, read from the files of a model that is not loaded. Warns if there are none."""
+    """End tokens from the files of a model. Warns if there are none."""
     return _ids_or_warning(stored_end_tokens(model), model)
 
 
 def stored_end_tokens(model: str) -> EndTokens:
-    """Tokens that end a completion of the model in a folder or on the hub, see `find_end_tokens`."""
+    """End tokens of the model in a folder or on the hub, see `find_end_tokens`."""
     return find_end_tokens(model, load_generation_config(model), load_config(model))
 
 
 def sampled_model(model: str) -> str:
     """Model that an engine is set up with: the base of an adapter, whose changes come with the first weights.
 
-    It is the adapter itself if completions end elsewhere with the tokenizer that was saved with it.
+    The adapter itself if the tokenizer saved with it ends completions elsewhere.
     """
     base = base_of(model)
     has_same_ends = base == model or stored_end_tokens(model).ids == stored_end_tokens(base).ids
@@ -92,8 +92,8 @@ def find_end_tokens(model: str, generation_config: Any, config: Any) -> EndToken
 
     Tokens of the generation configuration always count; an empty list there means that nothing ends a completion. Ids
     of the configuration, which are stale more often, count if the generation configuration names none, or if they are
-    special tokens. The tokenizer's end of text and the token that the chat template writes after an answer count as
-    well, unless the template also writes it between reasoning and answer, as gpt-oss writes `<|end|>`.
+    special tokens. The tokenizer's end of text and the token that the chat template writes after an answer count, too,
+    unless the template also writes it between reasoning and answer (`<|end|>` of gpt-oss).
 
     Args:
         model: name or folder of the tokenizer; without a tokenizer only the configurations count.
@@ -155,7 +155,7 @@ class _TokenizerEnds:
 
 
 def _modification_time(model: str) -> float:
-    """Time of the last change of a folder's tokenizer, part of the key of the cache of `_cached_tokenizer_ends`."""
+    """Time of the last change of a folder's tokenizer, for the cache of `_cached_tokenizer_ends`."""
     files = [Path(model) / name for name in ("tokenizer_config.json", "tokenizer.json", "chat_template.jinja")]
     return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
 
@@ -168,7 +168,7 @@ def _cached_tokenizer_ends(model: str, modified: float) -> _TokenizerEnds:
 
 
 def tokenizer_ends(tokenizer: PreTrainedTokenizerBase) -> _TokenizerEnds:
-    """End tokens of a tokenizer and of its chat template; the latter are found by rendering conversations."""
+    """End tokens of a tokenizer and, by rendering conversations, of its chat template."""
     special = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
     eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     if not tokenizer.chat_template:
@@ -212,7 +212,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _first_token(tokenizer: PreTrainedTokenizerBase, text: str, special: Collection[int]) -> tuple[int, ...]:
-    """The special token at the beginning of `text`, after whitespace; empty if there is other text before."""
+    """The special token at the beginning of `text`, after whitespace; empty if other text comes first."""
     for token in _encoded(tokenizer, text.lstrip()):
         if token in special:
             return (int(token),)

@@ -1,4 +1,4 @@
-"""Export of a model as a Hugging Face folder, and a check before training that it will work."""
+"""Export of a model as a Hugging Face folder, and a check of it before training."""
 
 from __future__ import annotations
 

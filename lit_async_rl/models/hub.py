@@ -1,4 +1,4 @@
-"""Offline mode of the Hugging Face libraries if the hub cannot be reached; their own retries take half a minute."""
+"""Offline mode of the Hugging Face libraries if the hub is out of reach; their own retries take half a minute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROXIES = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy"
 def go_offline_if_unreachable() -> None:
     """Limits this process to cached models and data if the hub does not answer within `CONNECT_TIMEOUT_S`.
 
-    Does nothing if the libraries are offline already, or if a proxy is set: it resolves names itself, so a direct
+    Does nothing if the libraries are offline already, or if a proxy is set, which resolves names itself: a direct
     connection says nothing about it.
     """
     if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in PROXIES):

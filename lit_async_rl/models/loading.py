@@ -51,9 +51,9 @@ _patch_lock = threading.Lock()
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Context in which parameters are created on the meta device; buffers are computed, because files lack most.
+    """Context that creates parameters on the meta device, but computes buffers, because files lack most.
 
-    Patches `nn.Module` while active. Other threads are unaffected: the patch acts in the thread that entered.
+    Patches `nn.Module` while active, for the thread that entered only.
     """
     owner = threading.get_ident()
 
@@ -97,7 +97,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, lm: nn.Module, part: nn.Module, device: torch.device) -> None:
-        """Reads stored buffers of `part` and its parameters on the meta device; of sharded ones only own slices.
+        """Reads stored buffers of `part`, and its parameters on the meta device (of sharded ones own slices).
 
         Args:
             lm: model whose parameter names the files use; contains `part`.
@@ -117,7 +117,7 @@ class WeightFiles:
         self._load({name: own[name].detach() for name in names} | stored)
 
     def _check_tied(self, lm: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """Checks that files have one value for parameters that are one in the model."""
+        """Checks that files have one value for tied parameters."""
         first = {id(parameter): name for name, parameter in parameters.items()}
         for other, parameter in lm.named_parameters(remove_duplicate=False):
             name = first.get(id(parameter), other)
@@ -206,7 +206,7 @@ def load_pretrained(loader: Any, model: str, **kwargs: Any) -> Any:
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether `model` can only be the name of a repository on the hub: neither an existing folder nor a path."""
+    """Whether `model` can only name a repository on the hub: it is neither an existing folder nor a path."""
     if not model:  # such as None; `load_pretrained` raises the error
         return False
     is_path = model.startswith((".", "/", "~", FETCHED_MODELS)) or model.count("/") > 1
@@ -217,8 +217,8 @@ def is_hub_name(model: str) -> bool:
 def adapter_snapshot(repository: str) -> str | None:
     """Local copy of a repository on the hub that contains an adapter of PEFT; None if it contains none.
 
-    Asks the hub once per process, or only the cache when offline. The adapter is loaded separately, because
-    transformers would load the adapter's base, insert its layers, and return that as the model.
+    Asks the hub once per process, or only the cache when offline. Adapters are loaded separately, because transformers
+    would return the adapter's base with its layers inserted.
     """
     go_offline_if_unreachable()
     try:
@@ -258,7 +258,7 @@ def _without_progress_bar() -> Iterator[None]:
 
 
 def _how_to_fetch(model: str) -> str:
-    """Hint with the command that fetches the model of a shipped configuration; empty for other models."""
+    """Hint at the command that fetches the model of a shipped configuration; empty for other models."""
     command = f"`make smollm2`, or `lit-async-rl fetch smollm2 --out {model}`, makes it"
     return f"; {command}" if model.startswith(FETCHED_MODELS) else ""
 
@@ -285,23 +285,23 @@ def load_policy(
 ) -> PreTrainedModel:
     """Loads a causal LM in evaluation mode and without dropout, so that log-probabilities are deterministic.
 
-    A folder, or a repository on the hub, may hold an adapter of PEFT (`adapter_config.json`), alone or beside the
-    weights: it is part of the model.
+    An adapter of PEFT (`adapter_config.json`) in the folder or repository, alone or beside the weights, is part of the
+    model.
 
     Args:
         model: name on the Hugging Face hub, or folder with `config.json` and weights.
         dtype: name of a torch dtype.
-        attn_implementation: attention implementation of transformers; None is its default, or eager attention if the
-            default ignores a setting of the configuration (Gemma 2's soft cap), see `choose_attention`.
+        attn_implementation: as in transformers; None is its default, or eager attention if that ignores a setting of
+            the configuration, see `choose_attention`.
         random_init: initialise randomly, with the architecture of `model`.
         device: `auto` is the first accelerator, or the CPU; `meta` reads no weights (`WeightFiles` does so later).
-        adapter: `merge` an adapter in the folder into the weights, or `leave_out`, for callers that load it.
+        adapter: `merge` an adapter into the weights, or `leave_out`, for callers that load it.
 
     Raises:
         FileNotFoundError: `model` is neither a folder with a model nor a name that can be loaded.
         ValueError: `dtype` is no torch dtype, the model is no causal LM, `attn_implementation` ignores a setting of the
-            configuration, weights are missing or have other shapes than in the configuration, two of them differ
-            that it ties, or some are not finite.
+            configuration, or weights are missing, not finite, of other shapes than in the configuration, or different
+            where it ties them.
     """
     check_dtype("model.dtype", dtype)
     torch_dtype = getattr(torch, dtype)
@@ -346,7 +346,7 @@ def load_policy(
 
 
 def check_complete(info: Mapping[str, Any], setting: str) -> None:
-    """Checks that the files of a model had all of its weights; warns of others, which are not used.
+    """Checks that a model's files had all of its weights; warns of unused ones.
 
     Args:
         info: loading info of transformers.
@@ -416,7 +416,7 @@ def weight_bytes(model: str, dtype: torch.dtype) -> int:
 
 
 def check_not_quantized(config: PreTrainedConfig, model: str) -> None:
-    """Checks that weights are not quantized: such weights cannot be trained, merged or published to an engine.
+    """Checks that weights are not quantized: those cannot be trained, merged or published to an engine.
 
     Raises:
         ValueError: they are quantized; names the method.
@@ -446,7 +446,7 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
 
 
 def adapter_folder(model: str) -> str | None:
-    """Folder of a model's PEFT adapter: `model` itself, or the local copy of a repository; None without adapter."""
+    """Folder of a model's PEFT adapter: `model`, or the local copy of a repository; None without one."""
     model = located(model)
     if is_hub_name(model):
         return adapter_snapshot(model)
@@ -454,12 +454,12 @@ def adapter_folder(model: str) -> str | None:
 
 
 def has_adapter(model: str) -> bool:
-    """Whether the model's folder, or its repository on the hub, contains an adapter of PEFT."""
+    """Whether the model has a PEFT adapter, see `adapter_folder`."""
     return adapter_folder(model) is not None
 
 
 def base_of(model: str) -> str:
-    """Name or folder of the full weights: the base of an adapter if `model` contains only an adapter, else its own.
+    """Name or folder of the full weights: the adapter's base if `model` contains only an adapter, else its own.
 
     Raises:
         ValueError: the adapter names no base.
@@ -477,7 +477,7 @@ def base_of(model: str) -> str:
 
 @contextmanager
 def _without_adapter(model: str) -> Iterator[str]:
-    """Context with the name or folder of a model without its adapter, whose layers transformers would insert."""
+    """Context with the name or folder of a model without its adapter."""
     base = base_of(model)
     if base != adapter_folder(model):
         yield base
@@ -490,7 +490,7 @@ def _without_adapter(model: str) -> Iterator[str]:
 
 
 def _with_adapter_merged(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """The model with the folder's adapter (of any kind that PEFT can merge) merged into its weights."""
+    """The model with the folder's adapter, of any kind that PEFT can merge, in its weights."""
     import peft
 
     with complete_adapter(folder):
@@ -548,7 +548,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def model_folder(model: str) -> Path:
-    """Folder of a model's files, which are fetched from the hub if they are not cached.
+    """Folder of a model's files, fetched from the hub if they are not cached.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -574,7 +574,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model:
 
 
 def stored_dtype(model: str) -> str:
-    """Name of the dtype of a model's files; float32 if its configuration does not name one.
+    """Name of the dtype of a model's files; float32 if its configuration names none.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -585,7 +585,7 @@ def stored_dtype(model: str) -> str:
 
 @contextmanager
 def errors_naming(setting: str, section: str = "") -> Iterator[None]:
-    """Context in which another model than the policy is loaded: errors name its settings in place of `model`'s.
+    """Context for loading another model than the policy: errors name its settings in place of `model`'s.
 
     Args:
         setting: in place of `model.model`.
@@ -622,7 +622,7 @@ def find_device(name: str) -> torch.device:
 
 
 def _remove_dropout(lm: nn.Module) -> None:
-    """Sets probabilities of dropout, layer skipping and router noise to 0; each family keeps them elsewhere."""
+    """Sets probabilities of dropout, layer skipping and router noise to 0, wherever a family keeps them."""
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -37,13 +37,12 @@ class LoRA:
     Args:
         rank: rank of the update.
         alpha: the update is scaled by alpha / rank.
-        target_modules: names of the adapted layers, or a regular expression of their full names; None is the default of
-            PEFT.
+        target_modules: names of the adapted layers, or a regular expression of full names; None is PEFT's default.
         modules_to_save: names of layers to train in full, without adapters (such as "embed_tokens", for new tokens). A
             KL penalty then takes a frozen copy of the model as its reference.
-        continue_adapter: continue the training of the adapter in the model's folder (`adapter_config.json` of PEFT, as
-            written by supervised fine-tuning), with its rank, alpha and layers. Otherwise it is merged into the weights
-            before new adapters are added. Either way the reference of a KL penalty is the model with that adapter.
+        continue_adapter: continue to train the adapter in the model's folder (`adapter_config.json` of PEFT, as written
+            by supervised fine-tuning), with its rank, alpha and layers. Otherwise it is merged into the weights before
+            new ones are added. Either way the reference of a KL penalty is the model with that adapter.
 
     Raises:
         ValueError: a number is not positive.
@@ -69,8 +68,8 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
 
     Raises:
         ModuleNotFoundError: PEFT is not installed.
-        ValueError: there are no such layers, an adapted weight is tied to another layer's, or a layer is named both
-            for adapters and for training in full.
+        ValueError: there are no such layers, an adapted weight is tied to another layer's, or a layer is named for
+            adapters and for training in full.
     """
     try:
         import peft

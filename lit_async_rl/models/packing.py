@@ -1,4 +1,4 @@
-"""Attention over prefix trees: what rows have in common at their beginning is computed once.
+"""Attention over prefix trees: computes once what rows have in common at their beginning.
 
 Rows of one group (the completions of a prompt, the turns and branches of an agent's episodes) form a tree. Its tokens
 are laid out in depth-first order, so that the descendants of a token follow it without a gap, up to a place `until`.
@@ -6,10 +6,10 @@ Token j is an ancestor of token i, or i itself, exactly if
 
     j <= i < until[j]
 
-which is the attention mask. The position of a token is its depth, the same as in a row of its own, and so is its output
-(the tree masks of AReaL; for one level Periodic Asynchrony, arXiv:2511.18871, and Prefix Grouper, arXiv:2506.05433). A
-tree is a way to compute rows and does not define them: hidden states are gathered by row and position, so that losses
-see ordinary rows. The gradient at a shared token sums over its rows.
+which is the attention mask. The position of a token is its depth; position and output are those in a row of its own
+(the tree masks of AReaL; for one level Periodic Asynchrony, arXiv:2511.18871, and Prefix Grouper, arXiv:2506.05433).
+Hidden states are gathered by row and position, so that losses see ordinary rows. The gradient at a shared token sums
+over its rows.
 
 With the runs s of n_s tokens between two branchings, and D_s tokens below each of them
 
@@ -105,7 +105,7 @@ class _Tree:
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
-        """Begin, end and end of the descendants of each run of tokens with the same descendants."""
+        """Begin, end and end of descendants of each run of tokens that have the same ones."""
         begins = np.flatnonzero(np.diff(self.until, prepend=-1))
         ends = np.append(begins[1:], len(self.until))
         return list(zip(begins.tolist(), ends.tolist(), self.until[begins].tolist(), strict=True))
@@ -118,7 +118,7 @@ def pack(
     row_tokens: int | None = 0,
     multiple: int = 1,
 ) -> PackedRows:
-    """Packs the tokens that `needed` positions depend on, on the CPU; rows without needed positions are omitted.
+    """Packs the tokens that `needed` positions depend on, on the CPU, without rows that have none.
 
     Args:
         input_ids: unpacked rows; equal numbers mean equal tokens.
@@ -170,8 +170,7 @@ def pack(
 def _tree(ids: np.ndarray, rows: Sequence[int], lengths: Sequence[int]) -> _Tree:
     """The tree of some rows, of which only the first `lengths` tokens count.
 
-    In the order of their tokens, each row continues its predecessor at the place where the two part: that is the
-    depth-first order.
+    Sorted by their tokens, each row continues its predecessor where the two part: the depth-first order.
     """
     source: list[np.ndarray] = []
     position: list[np.ndarray] = []
@@ -225,18 +224,18 @@ class PrefixTreePacking:
     """Computes once what rows of a group have in common at their beginning (setting `model.packing`).
 
     That is the prompt of completions, and all turns that the branches of an agent's episode share, at any depth.
-    Log-probabilities and gradients are those of separate rows. It saves most where whole groups are in one micro-batch;
+    Log-probabilities and gradients are those of separate rows. It saves most with whole groups in one micro-batch:
     prefixes are shared within a group only, and not between tokens that recorded other experts (`sampling.experts`).
 
-    Attention depends on `attn_implementation`. `sdpa` on a CPU computes exactly the pairs of the tree, run by run, in
-    one row without padding; a dense mask of R L^2 entries where that is cheaper (small trees), and on a GPU. `eager`
-    takes the dense mask, for which one group in a row is best. `flex_attention`, for GPUs, takes a block mask, made by
-    compiled code, and rows are padded to a multiple of 128 tokens.
+    Attention depends on `attn_implementation`. `sdpa` on a CPU computes exactly the pairs of the tree, in one row
+    without padding; on a GPU, and for small trees, it takes a dense mask of R L^2 entries. `eager` takes the dense
+    mask, for which one group in a row is best. `flex_attention`, for GPUs, takes a block mask, made by compiled code,
+    and pads rows to a multiple of 128 tokens.
 
     Args:
-        row_tokens: with a mask, largest number of tokens in a packed row of several groups; a longer group has a row of
-            its own. 0 gives each group its own row; groups of a single row each, as records have, fill rows as long as
-            the longest.
+        row_tokens: with a mask, largest number of tokens in a packed row of several groups; a longer group has its own
+            row. 0 gives each group its own row; groups of a single row, such as records, fill rows as long as the
+            longest.
 
     Raises:
         ValueError: `row_tokens` is negative.
@@ -293,7 +292,7 @@ class PrefixTreePacking:
         needed: Bool[Tensor, "B T"],
         group_index: Sequence[int],
     ) -> PackedRows:
-        """Layout for the model's attention: trees in one row where it is split at branches, or else in several."""
+        """Layout for the model's attention: trees in one row if it is split at branches, else in several."""
         multiple = FLEX_BLOCK if lm.config._attn_implementation == "flex_attention" else 1
         groups = [group for group in group_index if group >= 0]
         is_of_records = len(set(groups)) == len(groups)  # with nothing to share, and rows to fill
@@ -306,7 +305,7 @@ class PrefixTreePacking:
 
 @dataclass(frozen=True)
 class TreeCosts:
-    """Estimates what a policy's pass over a micro-batch costs, on trees and on separate rows.
+    """Estimates the cost of a pass over a micro-batch, on trees and on separate rows.
 
     Args:
         packing: of the policy.
@@ -325,7 +324,7 @@ class TreeCosts:
 
     @property
     def window(self) -> int:
-        """Largest number of tokens of a row that may be in a tree."""
+        """Largest number of tokens of a row in a tree."""
         return context_length(self.lm)
 
     def of_rows(self, num_rows: int, length: int) -> float:
@@ -335,7 +334,7 @@ class TreeCosts:
 
 @dataclass(frozen=True)
 class SharedPromptPacking(PrefixTreePacking):
-    """Former name of `PrefixTreePacking`, of when only the prompt of completions was shared."""
+    """Former name of `PrefixTreePacking`."""
 
 
 def _with_experts(input_ids: Int[Tensor, "B T"], experts: Int[Tensor, "B T n k"]) -> Int[Tensor, "B T"]:
@@ -371,7 +370,7 @@ def attention_mask(lm: PreTrainedModel, rows: PackedRows) -> Tensor | BlockMask:
 
 
 def _block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
-    """`create_block_mask`, compiled where FlexAttention trains: otherwise it makes R L^2 booleans first."""
+    """`create_block_mask`, compiled except on a CPU: otherwise it makes R L^2 booleans first."""
     return create_block_mask if device.type == "cpu" else _compiled_block_mask()
 
 
@@ -382,7 +381,7 @@ def _compiled_block_mask() -> Callable[..., BlockMask]:
 
 
 def packing_for(lm: PreTrainedModel, packing: PrefixTreePacking) -> PrefixTreePacking | None:
-    """The packing, or None for a model that cannot be packed, after a warning that says why."""
+    """The packing; None, after a warning, for a model that cannot be packed."""
     if not (reason := why_unpackable(lm)):
         return packing
     _warn_once(f"model.packing: {type(lm).__name__} {reason}; rows are computed separately")
@@ -390,7 +389,7 @@ def packing_for(lm: PreTrainedModel, packing: PrefixTreePacking) -> PrefixTreePa
 
 
 def why_unpackable(lm: PreTrainedModel) -> str:
-    """Reason for which a model's rows are computed separately; empty if it can be packed.
+    """Reason why a model cannot be packed; empty if it can.
 
     Packed models mix tokens by attention with the given mask only, and take position ids.
     """

@@ -55,10 +55,10 @@ class CausalPolicy(nn.Module):
 
     Args:
         lm: any Hugging Face causal LM, LoRA-wrapped or not.
-        chunk_tokens: largest number of tokens with logits in memory; with more than one chunk, logits are recomputed in
-            the backward pass.
-        packing: computation on prefix trees, for forward passes with `group_index`; with a model that cannot be packed,
-            rows are computed separately, and a warning says so.
+        chunk_tokens: largest number of tokens with logits in memory; several chunks are recomputed in the backward
+            pass.
+        packing: computation on prefix trees, for forward passes with `group_index`; models that cannot be packed
+            compute separate rows, after a warning.
     """
 
     def __init__(self, lm: nn.Module, chunk_tokens: int = 4096, packing: PrefixTreePacking | None = None) -> None:
@@ -115,8 +115,8 @@ class CausalPolicy(nn.Module):
             head_ids: k further tokens to evaluate at each position.
             experts: e experts of each of n routers to replay for each token, see `Replaying`.
             compare: compares whole distributions, chunk by chunk.
-            needs_entropy: False leaves the entropy 0, and takes log pi = z - logsumexp(z) from the logits z: with less
-                memory, and more exactly than `log_softmax`, which errs by 1e-5 in a vocabulary of 50,000 tokens.
+            needs_entropy: False leaves the entropy 0, and takes log pi = z - logsumexp(z) from the logits z: less
+                memory, and more exact than `log_softmax`, which errs by 1e-5 in a vocabulary of 50,000 tokens.
 
         Raises:
             ValueError: rows are too long for the model, see `rotary_length` and `check_length`.
@@ -144,7 +144,7 @@ class CausalPolicy(nn.Module):
         group_index: Int[Tensor, " B"] | None = None,
         experts: Int[Tensor, "B T n e"] | None = None,
     ) -> tuple[Float[Tensor, "N H"], Bool[Tensor, "B T1"], PackedRows | None]:
-        """Last hidden states from which the tokens of `mask` are predicted, their places, and the layout if packed.
+        """Last hidden states that predict the tokens of `mask`, their places, and the layout if packed.
 
         Arguments and errors as of `forward`.
         """
@@ -183,7 +183,7 @@ class CausalPolicy(nn.Module):
             )
 
     def _in_chunks(self, function: Callable[..., tuple[Tensor, ...]], whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Results of a function of N tokens, whose logits are recomputed chunk by chunk if there are several."""
+        """Results of a function of N tokens, with logits recomputed chunk by chunk if there are several."""
         if len(whole[0]) <= self.chunk_tokens:
             return function(*whole)
         parts = zip(*(values.split(self.chunk_tokens) for values in whole), strict=True)

@@ -46,7 +46,7 @@ class Replaying(AbstractContextManager[None]):
     """Context in which forward passes of models prepared by `replay_in` use the given experts.
 
     Router replay (R3, arXiv:2510.11370): the engine's choice of experts with the gate weights of the present router, so
-    that the gradient reaches the router. Can be entered repeatedly, but not while it is active.
+    that the gradient reaches it. Can be entered again once it has ended.
 
     Args:
         experts: experts of each token of the forward pass, `OWN_CHOICE` where the router chooses; None changes nothing.
@@ -64,7 +64,7 @@ class Replaying(AbstractContextManager[None]):
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of gradient checkpointing: the recomputation in the backward pass replays the same experts."""
+    """`context_fn` of gradient checkpointing: recomputation replays the same experts."""
     return nullcontext(), Replaying(_replayed.get())
 
 

@@ -1,4 +1,4 @@
-"""The time that chat templates are told: that of a run's start, so that its prompts do not change at midnight."""
+"""The time that chat templates get: that of a run's start, so that prompts do not change at midnight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def use_run_time(time: datetime) -> None:
 
 
 def clock_options(template: str | Mapping[str, str] | None) -> dict[str, Any]:
-    """Arguments that tell a chat template the time of the run; none where it does not ask for one."""
+    """Arguments that give a chat template the time of the run; none if it does not ask."""
     sources = template.values() if isinstance(template, Mapping) else [template or ""]
     if not any("strftime_now" in source for source in sources):
         return {}

@@ -3,7 +3,7 @@
 If the head, cache or positions of a model family differ from our assumptions, the run would silently train on, or
 sample from, another distribution. A few short random sequences reveal that at less than the cost of a training step.
 The plain passes use eager attention and experts, without cache, mask and autocast: faster kernels may ignore settings
-of a configuration, and would do so on both sides of the comparison.
+of a configuration on both sides of the comparison.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_COMPLETION_LENGTH = 3  # tokens
 
 
 def random_tokens(lm: PreTrainedModel, number: int, seed: int = 0) -> list[int]:
-    """Random token ids of the model's vocabulary, without the special tokens named in its configuration."""
+    """Random token ids, without the special tokens named in the model's configuration."""
     text_config = lm.config.get_text_config()
     special = {
         value
@@ -55,10 +55,9 @@ def random_tokens(lm: PreTrainedModel, number: int, seed: int = 0) -> list[int]:
 def plain_pass(lm: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[tuple[Tensor, float]]:
     """Log-probabilities of all tokens but the first of each sequence, and an error bound for rounding in nats.
 
-    A single forward pass, because each one reads all weights. Kernels are eager, and computation is in the dtype of the
-    weights, without autocast. Shorter sequences are padded with their first token, which in a causal model changes no
-    earlier position. The error bound is two units in the last place of the largest logit: training sharpens a model,
-    logits grow, and bfloat16 has steps of 0.125 between 16 and 32.
+    A single forward pass, because each one reads all weights, in their dtype. Shorter sequences are padded with their
+    first token, which in a causal model changes no earlier position. The error bound is two units in the last place of
+    the largest logit: logits grow in training, and bfloat16 has steps of 0.125 between 16 and 32.
     """
     longest = max(len(ids) for ids in sequences)
     rows = [[*ids, *[ids[0]] * (longest - len(ids))] for ids in sequences]
@@ -79,7 +78,7 @@ def plain_pass(lm: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[
 
 @contextmanager
 def unsupported_model_errors(lm: PreTrainedModel, what: str, side: str) -> Iterator[None]:
-    """Context that turns errors of an unsupported model into one line that names the model and `what` failed.
+    """Context that turns errors into one line that names the model and `what` failed.
 
     Raises:
         UnsupportedModelError: in place of any error except running out of memory.
@@ -116,14 +115,14 @@ def compare(
     Args:
         lm: the model.
         what: description of the log-probabilities, for the message.
-        found: log-probabilities of the last tokens of each sequence.
+        found: one tensor for each sequence.
         plain: result of `plain_pass` for the same sequences.
         bound: largest mean absolute difference, in nats.
         side: trainer, engine or validation; selects the advice in the message.
 
     Raises:
-        UnsupportedModelError: the mean absolute difference of one sequence is above `bound` and above the rounding
-            error of its logits, or not a number.
+        UnsupportedModelError: the mean absolute difference of a sequence exceeds `bound` and the rounding error of its
+            logits, or is NaN.
     """
     for values, (expected, rounding) in zip(found, plain, strict=True):
         error = float((values.float() - expected[-len(values) :].to(values.device)).abs().mean())
@@ -136,7 +135,7 @@ def compare(
 
 
 def compute_dtype(lm: PreTrainedModel) -> str:
-    """Name of the dtype of the model's computations in the present context; `tf32` is float32 on an accelerator."""
+    """Name of the dtype of computations in the present context; `tf32` is float32 on an accelerator."""
     kind = lm.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else lm.dtype
     name = str(dtype).removeprefix("torch.")
@@ -147,7 +146,7 @@ def compute_dtype(lm: PreTrainedModel) -> str:
 def check_policy(policy: CausalPolicy, bound: float) -> None:
     """Checks the trainer's log-probabilities: padded rows, the head in chunks, and packed rows if packing is on.
 
-    The sample is two completions of one prompt and one completion of a prompt of one token, 15 tokens together.
+    The sample is two completions of one prompt, and one of a prompt of one token: 15 tokens.
 
     Args:
         policy: policy with unsharded parameters.

@@ -1,8 +1,7 @@
 """Atomic sharded checkpoints with a manifest of digests that is verified before loading.
 
-Distributed checkpoints of torch write each rank's shards into a folder, without digests and not crash-safe. Here the
-folder is written under a temporary name, gets a manifest (size and XXH3 digest of each file), and then replaces the old
-one by renaming.
+torch writes each rank's shards into a folder, without digests and not crash-safe. Here the folder is written under a
+temporary name, gets a manifest (size and XXH3 digest of each file), and replaces the old one by renaming.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class WholeFolders:
 
 @contextmanager
 def nothing_executed() -> Iterator[None]:
-    """Context in which `torch.load` refuses pickled code; loaders of distributed checkpoints allow it otherwise."""
+    """Context in which `torch.load` refuses pickled code, which loaders of distributed checkpoints allow."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

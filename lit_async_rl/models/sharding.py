@@ -1,8 +1,7 @@
 """Sharding of the policy: FSDP2 and tensor parallelism by a device mesh, FSDP1 by wrapping.
 
-`PolicyModule.configure_model` calls `Sharding.divide`. `lightning.pytorch.strategies.ModelParallelStrategy` provides a
-mesh; Lightning's `fsdp` provides the wrapper class for `torch.distributed.fsdp.wrap.wrap`; other strategies do not
-shard.
+`PolicyModule.configure_model` calls `Sharding.divide`. `ModelParallelStrategy` provides a mesh, Lightning's `fsdp` the
+wrapper class for `torch.distributed.fsdp.wrap.wrap`; other strategies do not shard.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class Sharding:
     Args:
         compute_dtype: dtype of forward and backward (`bfloat16`); weights, gradient reduction and optimizer keep
             `model.dtype`. None computes in `model.dtype`. Log-probabilities are always float32.
-        reshard_after_forward: frees a block's full weights after its forward pass and gathers them again for the
-            backward pass: less memory, more communication.
-        meta_device: shard first, then let each process read its own weights from safetensors files. False: each
-            process reads all weights first. Not with `random_init` or `lora`.
+        reshard_after_forward: frees a block's full weights between forward and backward pass: less memory, more
+            communication.
+        meta_device: shard first, then let each process read its own weights from safetensors files. False: each process
+            reads all weights first. Not with `random_init` or `lora`.
     """
 
     compute_dtype: str | None = None
@@ -114,8 +113,8 @@ class Sharding:
 def shard_frozen(policy: CausalPolicy, mesh: DeviceMesh) -> None:
     """Shards the blocks of a policy that does not train by FSDP2, in place.
 
-    `features` is a collective, and the head is not: ranks call it as often as they have chunks of tokens. As nothing
-    is computed backwards, embeddings and head are whole on each rank from the first forward pass on.
+    `features` is a collective; the head is not, because ranks have different numbers of chunks of tokens. Without a
+    backward pass, embeddings and head stay whole on each rank after the first forward pass.
 
     Args:
         policy: on any device; its parameters move to that of the mesh, block by block.
@@ -148,7 +147,7 @@ class ModelParallelStrategy(WholeFolders, strategies.ModelParallelStrategy):
         super().__init__(*args, **settings)
 
     def check_sizes(self) -> None:
-        """Compares the sizes of the mesh with the number of processes, before any of them waits for the others.
+        """Compares the sizes of the mesh with the number of processes, before any waits for the others.
 
         Raises:
             ValueError: they do not multiply to it.
@@ -183,7 +182,7 @@ class FSDPStrategy(WholeFolders, strategies.FSDPStrategy):
 
     @property
     def mixed_precision_config(self) -> MixedPrecision | None:
-        """The precision's configuration without casts of buffers: rounded rotary frequencies are other positions."""
+        """The precision's configuration without casts of buffers, which would shift rotary positions."""
         config = super().mixed_precision_config
         return config if config is None or self.mixed_precision else replace(config, buffer_dtype=None)
 

@@ -67,11 +67,11 @@ class StopStrings:
         return cls(load_tokenizer(model), vocab_size)
 
     def may_end(self, stops: tuple[str, ...]) -> Bool[Tensor, " V"]:
-        """Mask of the tokens that can complete a stop string, with false positives and without false negatives."""
+        """Mask of tokens that can complete a stop string, with false positives, but no false negatives."""
         return _may_end(self.tokenizer, stops, self._vocab_size)
 
     def is_at_end(self, token_ids: Sequence[int], stops: Sequence[str]) -> bool:
-        """Whether the last token completes a stop string; the text of the tokens before it must contain none."""
+        """Whether the last token completes a stop string; the text before it must contain none."""
         tail = self._tail_text(token_ids, EXTRA_TAIL_TOKENS + MAX_CHARACTER_BYTES * max(map(len, stops)))
         if not any(stop in tail for stop in stops):
             return False
@@ -79,7 +79,7 @@ class StopStrings:
         return any(stop in text for stop in stops)
 
     def first_end(self, token_ids: Sequence[int], stops: tuple[str, ...], after: int = 0) -> int | None:
-        """Smallest n > `after` such that the text of the first n tokens contains a stop string; None if none does."""
+        """Smallest n > `after` for which the first n tokens contain a stop string; None if there is none."""
         candidates = self.may_end(stops)[torch.tensor(token_ids[after:], dtype=torch.long)].nonzero()[:, 0]
         ends = (after + n + 1 for n in candidates.tolist())
         return next((end for end in ends if self.is_at_end(token_ids[:end], stops)), None)
@@ -123,7 +123,7 @@ def _pieces(tokenizer: Any) -> list[str | None]:
 
 @lru_cache(maxsize=4)
 def _ordered(tokenizer: Any) -> tuple[list[str], list[int], list[int]]:
-    """Texts of `_pieces` in order, their tokens, and the tokens without a text; common beginnings stand together."""
+    """Texts of `_pieces` sorted, their tokens, and the tokens without a text."""
     known = sorted((piece, token) for token, piece in enumerate(_pieces(tokenizer)) if piece)
     unclear = [token for token, piece in enumerate(_pieces(tokenizer)) if piece is None]
     return [piece for piece, _ in known], [token for _, token in known], unclear
@@ -131,7 +131,7 @@ def _ordered(tokenizer: Any) -> tuple[list[str], list[int], list[int]]:
 
 @lru_cache(maxsize=MAX_TABLES)
 def _may_end(tokenizer: Any, stops: tuple[str, ...], vocab_size: int) -> Bool[Tensor, " V"]:
-    """See `StopStrings.may_end`. Takes some milliseconds a string, whatever its length: the engine waits for it."""
+    """See `StopStrings.may_end`. Takes some milliseconds a string of any length; the engine waits for it."""
     texts, tokens, unclear = _ordered(tokenizer)
     found = set(unclear)
     longest = max(map(len, texts), default=0)
@@ -158,9 +158,9 @@ GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 class TextCodec:
     """Encodes prompts and decodes completions with a model's tokenizer.
 
-    The chat template is applied to prompts that are messages. If the last message is from the assistant, the completion
-    continues it; otherwise it is the assistant's next turn. `tools` and `chat_template_kwargs` in a prompt's metadata
-    are passed to the template.
+    The chat template is applied to prompts that are messages, with `tools` and `chat_template_kwargs` of their
+    metadata. If the last message is from the assistant, the completion continues it; otherwise it is the assistant's
+    next turn.
 
     Args:
         model: Hugging Face name or folder.
@@ -199,8 +199,8 @@ class TextCodec:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt.
 
-        The tokenizer's prefix (BOS) is added to a text, unless the text begins with it, as a rendered chat template
-        does. Its suffix (EOS) is left out, because the completion continues the text.
+        A text gets the tokenizer's prefix (BOS), unless it begins with that, as a rendered chat template does, but no
+        suffix (EOS), because the completion continues it.
 
         Raises:
             ValueError: the prompt has no tokens, or the chat template is missing or refuses the messages.
@@ -250,7 +250,7 @@ class TextCodec:
     def _left_out(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> int | None:
         """First message that the template does not render; None if it renders all.
 
-        Tested with placeholder texts, once per sequence of roles. Answers are not tested: templates drop reasoning.
+        Tested with placeholders, once per sequence of roles; not for answers, whose reasoning templates drop.
         """
         shape = (
             tuple((message["role"], *sorted(message)) for message in messages),
@@ -311,8 +311,7 @@ class TextCodec:
     def encode_continuation(self, text: str) -> tuple[int, ...]:
         """Token ids of text within a conversation, without special tokens.
 
-        Encoded after a token that ends a turn, as in the conversation, because SentencePiece puts a space before a text
-        on its own.
+        Encoded after a token that ends a turn, because SentencePiece puts a space before a text on its own.
         """
         for token in self.ends.ids:
             lead = self.tokenizer.convert_ids_to_tokens(token)
@@ -322,7 +321,7 @@ class TextCodec:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> str:
-        """Text of a completion up to the first stop string, with the special tokens selected by `special_tokens`.
+        """Text of a completion up to the first stop string, with special tokens as `special_tokens` says.
 
         Args:
             token_ids: tokens of the completion.
@@ -402,7 +401,7 @@ class TextCodec:
         """Checks that completions of chat prompts can end.
 
         Args:
-            has_messages: whether the prompts are messages, so that the chat template defines the end of a turn.
+            has_messages: whether prompts are messages, whose turns the chat template ends.
             can_stop: whether stop strings, stop tokens or end tokens are set.
 
         Raises:
@@ -426,7 +425,7 @@ class TextCodec:
         """Checks stop strings and stop tokens.
 
         Raises:
-            ValueError: a string is a special token, which decoded text does not contain; the model has no such token.
+            ValueError: a string is a special token, which decoded text lacks; the model has no such token.
         """
         if unknown := [token for token in token_ids if token >= self.vocab_size]:
             raise ValueError(

@@ -1,13 +1,13 @@
 """Attention over a prefix tree on a CPU, split at its branches: exactly the pairs of the tree, without a mask.
 
-In depth-first order the descendants of a run of tokens follow it, so two calls of torch's kernel do for each run: its
-tokens to themselves (causal), and all of its descendants to it (every pair). The parts of a token's softmax are merged
-by their normalisers: with o_p the output over a part p of its keys, and l_p the logarithm of that part's normaliser,
+In depth-first order the descendants of a run of tokens follow it, so that each run takes two calls of torch's kernel:
+its tokens to themselves (causal), and its descendants to it (every pair). The parts of a token's softmax are merged by
+their normalisers: with o_p the output over a part p of its keys, and l_p the logarithm of that part's normaliser,
 
     l = log sum_p exp(l_p),    o = sum_p exp(l_p - l) o_p
 
 In the backward pass every part is computed with the whole o and l, as in ring attention (arXiv:2310.01889): its
-probabilities are then those of the whole softmax. What is kept is what one call keeps: query, key, value, o and l.
+probabilities are then those of the whole softmax. Saved are query, key, value, o and l, as by one call.
 
 R packed rows, h heads, L places, d numbers per head.
 """
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 class TreeWork(NamedTuple):
-    """Work of a tree: tokens that are computed, pairs of a token and one that it attends to, calls of the kernel."""
+    """Work of a tree: tokens, pairs of a token and one that it attends to, calls of the kernel."""
 
     num_tokens: int
     num_pairs: int
@@ -54,7 +54,7 @@ class TreeWork(NamedTuple):
 
 
 def can_split(lm: PreTrainedModel) -> bool:
-    """Whether attention can be split: torch's kernel on a CPU, with heads of one size and the mask that it is given.
+    """Whether attention can be split: torch's kernel on a CPU, with heads of one size and the given mask.
 
     Not in compiled blocks, which would be compiled again for each tree.
     """
@@ -65,7 +65,7 @@ def can_split(lm: PreTrainedModel) -> bool:
 
 
 def split_is_cheaper(lm: PreTrainedModel, spans: Sequence[Span], shape: Sequence[int]) -> bool:
-    """Whether a layer costs less with attention split at branches than with a dense mask of R rows of L tokens.
+    """Whether a layer costs less with split attention than with a dense mask of R rows of L tokens.
 
     In pairs of tokens: a pair costs about 4 H operations, a token 24 H^2 outside of attention, with the hidden size H.
     Split trees are in one row, and without padding.
@@ -116,10 +116,10 @@ def tree_mask(until: Int[Tensor, "R L"]) -> Bool[Tensor, "R 1 L L"]:
 
 
 class TreeMask(Tensor):
-    """Mask of a tree that is not there: where `scaled_dot_product_attention` gets it, attention is split at branches.
+    """Stands for the mask of a tree: `scaled_dot_product_attention` splits attention at branches instead.
 
-    For every other function it is the dense mask, made when it is needed: for a model that computes another from it,
-    say. What reads its memory finds nothing to attend to, so that no wrong mask is taken for a right one.
+    Every other function, as in a model that computes another mask from it, gets the dense mask, made on demand. Its own
+    memory permits no attention, so that whatever reads it cannot take a wrong mask for a right one.
     """
 
     until: Int[Tensor, "R L"]
@@ -127,7 +127,7 @@ class TreeMask(Tensor):
 
     @staticmethod
     def of(until: Int[Tensor, "R L"], spans: tuple[Span, ...]) -> TreeMask:
-        """The mask of trees whose tokens have their descendants before `until`, which are those of the spans."""
+        """The mask of trees, given by `until` and by their spans."""
         num_rows, length = until.shape
         tree = torch.zeros((), dtype=torch.bool).expand(num_rows, 1, length, length).as_subclass(TreeMask)
         tree.until = until
@@ -158,7 +158,7 @@ def _is_plain(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> bool:
-    """Whether the kernel computes the call: all other settings than a mask and a scale are off."""
+    """Whether the kernel computes the call: no settings but mask and scale."""
     is_alike = query.shape == key.shape == value.shape and query.dtype == key.dtype == value.dtype
     is_local = type(query) is type(key) is type(value) is Tensor
     return isinstance(attn_mask, TreeMask) and is_alike and is_local and not (dropout_p or is_causal or enable_gqa)
@@ -175,7 +175,7 @@ def _split(
 
 
 def _parts(span: Span) -> list[tuple[slice, bool]]:
-    """Queries that attend to a span, and whether they are its own tokens: these attend to earlier ones only."""
+    """Queries that attend to a span, and whether they are its own tokens (causal)."""
     own = slice(span.begin, span.end)
     return [(own, True)] + [(slice(span.end, span.until), False)] * (span.until > span.end)
 

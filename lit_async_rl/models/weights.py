@@ -1,7 +1,4 @@
-"""Streams the full weights of a policy, one tensor at a time, under any sharding strategy.
-
-Gathering is a collective: every rank must iterate to the end.
-"""
+"""Streams the full weights of a policy, one tensor at a time, under any sharding strategy."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ class LowRankSum:
 
 
 def lasts(item: tuple[str, Any]) -> bool:
-    """Whether a streamed weight stays valid when the next is requested: it is live, or has memory of its own."""
+    """Whether a streamed weight stays valid when the next is requested: it is live, or has its own memory."""
     name, tensor = item
     return tensor is UNCHANGED or isinstance(tensor, nn.Parameter) or name.endswith((LORA_A, LORA_B))
 
@@ -72,9 +69,9 @@ def receive_weights(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dic
 
     Each tensor is copied before the next is requested, because gathered shards are freed; the iterable is always
     exhausted, because iterating is a collective. The low-rank factors of a weight precede it (see `stream_weights`). If
-    the weight is frozen only the factors are copied, and `apply_weights` adds their product to the live weight.
+    it is frozen, only they are copied, and `apply_weights` adds their product to the live weight.
 
-    A weight that comes as `UNCHANGED` is not in the result.
+    The result lacks weights that come as `UNCHANGED`.
 
     Raises:
         ValueError: names or shapes differ from `lm`; only the second name of tied parameters may be missing.
@@ -140,8 +137,7 @@ def apply_weights(
 ) -> None:
     """Writes the result of `receive_weights` into parameters and buffers of `lm`.
 
-    Sums are computed one by one in the same memory, which stays in the cache; fresh pages would cost more than the
-    products.
+    Sums are computed one by one in the same memory: fresh pages would cost more than the products.
 
     Args:
         lm: model to update.
@@ -175,7 +171,7 @@ def is_sharded(root: nn.Module) -> bool:
 
 
 def without_reference(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """State dict of `PolicyModule` without the frozen reference policy, which checkpoints omit."""
+    """State dict of `PolicyModule` without the frozen reference policy."""
     return {name: tensor for name, tensor in state.items() if not name.startswith("reference.")}
 
 
@@ -189,13 +185,13 @@ def stream_weights(
     """Yields (Hugging Face name, full tensor) of every parameter and stored buffer; tied ones once, LoRA merged.
 
     A tensor that is neither sharded nor merged is the live parameter itself; any other is valid until the next is
-    requested. A collective if parameters are sharded: all ranks iterate.
+    requested. A collective if parameters are sharded: all ranks iterate to the end.
 
     Args:
         policy: policy to stream.
         root: outermost module if it is wrapped by FSDP1 (`trainer.strategy.model`).
         adapters: do not merge LoRA: its factors come before `LAYER.weight` as `LAYER.lora_A` and `LAYER.lora_B`, and
-            the receiver adds `lora_B @ lora_A`. Layers that change in another way are merged.
+            the receiver adds `lora_B @ lora_A`. Other changes of layers are merged.
         known: frozen weights that the receiver has, with torch's counter of in-place changes. A weight with the same
             counter comes as `UNCHANGED`, unless it is sharded or has an adapter; other frozen weights are added here.
 
@@ -248,7 +244,7 @@ def adapted_layers(causal_lm: nn.Module) -> dict[str, Any]:
 
 
 def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
-    """Name of a parameter or buffer in the model without adapters and wrappers; None for parameters of adapters.
+    """Name of a parameter or buffer without adapters and wrappers; None for parameters of adapters.
 
     PEFT wraps a layer: its weight and bias become `LAYER.base_layer.weight` and `.bias`, beside the adapter's
     `LAYER.lora_A...`. Engines, exports and copies for validation use the plain name.
@@ -267,7 +263,7 @@ def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
 
 
 def low_rank_factors(layer: Any) -> tuple[Tensor, Tensor] | None:
-    """Factors A and (scaled) B of a PEFT layer that adds B @ A to its weight; None if it changes it in another way."""
+    """Factors A and (scaled) B of a PEFT layer that adds B @ A to its weight; None for other changes."""
     if len(layer.active_adapters) != 1 or not isinstance(layer.get_base_layer(), nn.Linear):
         return None
     (name,) = layer.active_adapters
@@ -284,7 +280,7 @@ def _gather(tensor: Tensor) -> Tensor:
 
 
 def _stream_fsdp1(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gathers the parameters of one FSDP unit at a time, to bound the memory; buffers are not sharded."""
+    """Gathers one FSDP unit at a time, to bound the memory; buffers are not sharded."""
     for unit_name, unit in root.named_modules():
         if not isinstance(unit, FullyShardedDataParallel):
             continue
@@ -334,7 +330,7 @@ def copy_weights(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def with_weights(module: nn.Module, copies: Mapping[str, Tensor] | None) -> Iterator[None]:
-    """Context in which `module` has the weights in `copies`; its own weights are restored afterwards, bit for bit.
+    """Context in which `module` has the weights in `copies`; restores its own afterwards, bit for bit.
 
     Args:
         module: module that is not wrapped by FSDP1, which keeps gathered weights.

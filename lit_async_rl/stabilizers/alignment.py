@@ -5,9 +5,8 @@ of g along p:
 
     g~ = g - (1 - a) (<g, p> / |p|^2) p,      |g~|^2 = |g|^2 (1 - c^2 + a^2 c^2),      <g~, g> >= 0
 
-From the paper: the cosine of consecutive gradients, a projection that splits the gradient into a part along the
-previous one and a part orthogonal to it, and thresholds between applying, projecting and skipping. The value of a, the
-thresholds, the sign of c and the choice of p are not established, and are therefore options.
+The value of a, the thresholds, the sign of c and the choice of p are not established by the paper, and are therefore
+options, see `GradientAlignmentControl`.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def cosine(gg: float, gp: float, pp: float) -> float | None:
 class ReferenceGradients:
     """Reference gradient p of each optimizer, as this rank's pieces (see `GradSpace`).
 
-    p is zero until it is first set, and is reset to zero when parameters are added to the optimizer. Takes the memory
-    of one gradient shard per optimizer; not checkpointed.
+    p is zero until it is set, and again once parameters are added to the optimizer. Takes the memory of one gradient
+    shard per optimizer; not checkpointed.
     """
 
     def __init__(self) -> None:
@@ -105,7 +104,7 @@ class Residual(ABC):
 
 @dataclass(frozen=True)
 class FullRemoval(Residual):
-    """a = 0: removes the parallel component, the most direct reading of the paper."""
+    """a = 0, the most direct reading of the paper."""
 
     def share(self, cosine: float, low: float) -> float:
         """Returns 0."""
@@ -142,7 +141,7 @@ class FixedResidual(Residual):
 
 
 class Reference(ABC):
-    """Rule for the reference gradient p, with which the next gradient is compared."""
+    """Rule for the reference gradient p."""
 
     @abstractmethod
     def update(self, reference: Tensor, raw: Tensor, applied: Tensor | None) -> None:
@@ -157,7 +156,7 @@ class Reference(ABC):
 
 @dataclass(frozen=True)
 class LastRaw(Reference):
-    """Previous gradient before projection, applied or not: a persistent drift is removed at every step."""
+    """Previous gradient before projection, applied or not: removes a persistent drift at every step."""
 
     def update(self, reference: Tensor, raw: Tensor, applied: Tensor | None) -> None:
         """Copies the raw gradient."""
@@ -166,7 +165,7 @@ class LastRaw(Reference):
 
 @dataclass(frozen=True)
 class LastProjected(Reference):
-    """Gradient last passed to the optimizer: a constant drift is removed only at every second step."""
+    """Gradient last passed to the optimizer: removes a constant drift only at every second step."""
 
     def update(self, reference: Tensor, raw: Tensor, applied: Tensor | None) -> None:
         """Copies the applied gradient, unless the step is skipped."""
@@ -196,15 +195,8 @@ class MovingAverage(Reference):
 class AlignmentRule:
     """Maps a cosine to a regime and the share a of the parallel component that is kept.
 
-    Args:
-        low: largest c at which the gradient is applied unchanged; 1 never intervenes.
-        high: largest c at which it is projected; above, the step is skipped. 1 never skips.
-        residual: rule for a.
-        two_sided: treat strongly opposed gradients (c < 0) like aligned ones.
-        max_consecutive_skips: after this many consecutive skips a step is projected instead; 0 never skips.
-        min_remainder: a projection that leaves less than this share of the gradient's norm is a skip, because Adam
-            would amplify the remaining rounding noise to a full-sized step. Where it must not be one, it keeps at least
-            this share of the norm.
+    The arguments are those of `GradientAlignmentControl`. A projection that leaves less than `min_remainder` of the
+    gradient's norm is a skip, because Adam would amplify the remaining rounding noise to a full-sized step.
     """
 
     low: float
@@ -222,7 +214,7 @@ class AlignmentRule:
         check_range(owner, "in (0, 1]", min_remainder=self.min_remainder)
 
     def decide(self, cosine: float, num_skipped: int) -> tuple[Regime, float]:
-        """Returns regime and a (1 when applied, 0 when skipped) after `num_skipped` consecutive skips."""
+        """Regime and a (1 when applied, 0 when skipped) after `num_skipped` consecutive skips."""
         size = abs(cosine) if self.two_sided else cosine
         if size <= self.low:
             return Regime.APPLY, 1.0

@@ -30,18 +30,9 @@ class StepHealth:
 class CollapseWatch:
     """Counts the consecutive steps that violate each limit.
 
-    No published values of such limits are known; the order of events is: ESS falls, KL grows, the gradient norm jumps
-    and then vanishes, the reward drops (VCPO, arXiv:2602.17616). A limit of None is off.
-
-    Args:
-        min_ess_ratio: smallest effective sample size, as a share of the step's completions.
-        max_kl: largest mean KL(mu || pi) per token (k3).
-        max_grad_norm_factor: largest gradient norm, as a multiple of the median over the last `window` healthy steps.
-        max_cosine: largest cosine of consecutive gradients.
-        min_entropy: smallest mean entropy per token.
-        max_reward_drop: largest fall of the mean reward of `window` steps below its best so far, in rewards.
-        patience: consecutive steps that must violate a limit.
-        window: steps of the median and the mean.
+    No published limits are known; the order of events is: ESS falls, KL grows, the gradient norm jumps and then
+    vanishes, the reward drops (VCPO, arXiv:2602.17616). The arguments are those of `CollapseAlarm`; a limit of None is
+    off.
     """
 
     min_ess_ratio: float | None
@@ -78,7 +69,7 @@ class CollapseWatch:
         return [words for name, words in broken.items() if self._in_a_row[name] >= self.patience]
 
     def reset_counts(self) -> None:
-        """Resets the counts of consecutive violations, after an alarm; medians and the best reward stay."""
+        """Resets the counts of consecutive violations after an alarm; keeps median and best reward."""
         self._in_a_row = {}
         self._rewards.clear()
 
@@ -148,12 +139,11 @@ class CollapseWatch:
 class CollapseTrend:
     """Detects an ongoing collapse: a tiny effective sample size while the reward falls.
 
-    Requires both, over many steps: long completions have a small effective sample size in healthy runs, too, and a
-    reward may fall for other reasons. A detected collapse is reported until the reward has recovered.
+    Requires both: long completions have a small effective sample size in healthy runs, too, and rewards may fall for
+    other reasons. Reports the collapse until the reward has recovered.
 
     Args:
-        min_ess_ratio: lower limit of the median effective sample size over `window` steps, as a share of the step's
-            completions.
+        min_ess_ratio: lower limit of the median effective sample size, as a share of the completions.
         reward_drop: required fall of the mean reward of `window` steps, as a share of the best such mean.
         window: number of steps of the median and the mean.
     """
@@ -190,15 +180,15 @@ class CollapseTrend:
 
 
 class GainWatch:
-    """How much of what it had gained training has lost; half of it is the collapse that `CollapseForecast` predicts.
+    """Share of its gain that training has lost again; half of it is the collapse that `CollapseForecast` predicts.
 
-    The mean reward of `WINDOW` steps is compared with its first value and its best one. Below a gain of `MIN_GAIN`
-    there is little to lose, and the first value is compared with nothing.
+    Compares the mean reward of `WINDOW` steps with its best value, as a share of the gain over its first value. Below a
+    gain of `MIN_GAIN` it compares with the first value, as a share of that.
 
-    Rewards of few completions are noisy, and the best of many means is a lucky one: 32 completions of a language model
-    lose half of a small gain by chance. A collapse is therefore a loss of more than `NUM_ERRORS` standard errors, too.
-    Half of the mean squared difference of consecutive steps estimates the variance of a step, to which a slow trend
-    adds hardly anything (von Neumann, 1941, doi:10.1214/aoms/1177731677).
+    The best of many noisy means is a lucky one: 32 completions of a language model lose half of a small gain by chance.
+    A collapse is therefore also a loss of more than `NUM_ERRORS` standard errors. Half of the mean squared difference
+    of consecutive steps estimates a step's variance, almost without that of a slow trend (von Neumann, 1941,
+    doi:10.1214/aoms/1177731677).
 
     Attributes:
         is_collapse: whether the last `WINDOW` steps are one.
@@ -222,12 +212,12 @@ class GainWatch:
         self.is_collapse = False
 
     def forget_steps(self) -> None:
-        """Discards the last steps, after a rollback; the first and the best mean stay, and what is known of noise."""
+        """Discards the last steps, after a rollback; keeps first and best mean and the variance."""
         self._rewards.clear()
         self.is_collapse = False
 
     def observe(self, reward: float) -> float:
-        """Adds the mean reward of one step; returns the lost share of the gain, 0 before `WINDOW` steps."""
+        """Adds a step's mean reward; returns the lost share of the gain, 0 before `WINDOW` steps."""
         if self._rewards:
             self._sum_of_squares += (reward - self._rewards[-1]) ** 2
             self._num_differences += 1
@@ -246,7 +236,7 @@ class GainWatch:
         return share
 
     def _standard_error(self) -> float:
-        """Of the difference of two means of `WINDOW` steps, if nothing changes but by chance."""
+        """Of the difference of two means of `WINDOW` steps, by chance alone."""
         variance = self._sum_of_squares / (2 * self._num_differences)
         return math.sqrt(2 * variance / self.WINDOW)
 
@@ -276,12 +266,12 @@ class CollapseForecast:
         g <- average of the gradient norm, over the median of the first `START_STEPS` norms, at most two of them 0
         log-odds = a log10(e) + b log10(g) + c
 
-    The averages are exponential with a half-life of `HALF_LIFE` steps. `GainWatch` says what a collapse is. The
-    constants are fitted by `python -m benchmarks.staleness.predictor`, which also tests them on other tasks, losses and
-    sizes: docs/measurements/collapse_forecast.json.
+    The averages are exponential with a half-life of `HALF_LIFE` steps. `GainWatch` defines a collapse.
+    `python -m benchmarks.staleness.predictor` fits the constants, and tests them on other tasks, losses and sizes
+    (docs/measurements/collapse_forecast.json).
 
     Attributes:
-        LIMIT: log-odds that 2.5 % of the healthy runs that the rule was fitted to ever exceed.
+        LIMIT: log-odds that 2.5 % of the healthy runs of the fit ever exceed.
         signals: log10(e) and log10(g) of the last step.
     """
 
@@ -322,7 +312,7 @@ class CollapseForecast:
         return statistics.median(self._first_norms) if self._first_norms else 0.0
 
     def observe(self, seen: StepHealth) -> float | None:
-        """Adds one step; returns the log-odds, or None unless `is_ready`. Unmeasured steps change nothing."""
+        """Adds a step; returns the log-odds, None unless `is_ready`. Unmeasured steps change nothing."""
         if seen.ess_ratio is None or seen.grad_norm is None or not math.isfinite(seen.ess_ratio + seen.grad_norm):
             return None
         if len(self._first_norms) == self.START_STEPS and not self._first_norm:
@@ -376,8 +366,8 @@ def _above(value: float | None, limit: float | None) -> bool:
 class BoundedData(Protocol):
     """Data module with a bound on staleness, in versions; `RolloutDataModule` implements it.
 
-    It starts at its configured bound, also after a resume. A callback that changes the bound therefore checkpoints the
-    change and applies it again.
+    It starts at its configured bound, also after a resume, so a callback that changes the bound has to checkpoint the
+    change and apply it again.
     """
 
     @property
@@ -396,12 +386,12 @@ class RewardingData(Protocol):
         """Called on all ranks before training starts, by whoever calls `take_rewards`."""
 
     def take_rewards(self) -> list[float]:
-        """Mean rewards of the versions whose rollouts have all been scored, in order, each once. A collective."""
+        """Mean rewards of versions whose rollouts are all scored, in order, each once. A collective."""
 
 
 @runtime_checkable
 class DiscardingData(Protocol):
-    """Data module that can discard what some versions of the policy have sampled; `RolloutDataModule` implements it."""
+    """Data module that can discard what some versions have sampled; `RolloutDataModule` implements it."""
 
     def discard_after(self, version: int) -> None:
         """Discards what later versions have sampled; called on all ranks."""
@@ -422,7 +412,7 @@ def bounded_data(trainer: AnyTrainer, owner: str) -> BoundedData:
 
 
 def configured_bound(data: BoundedData) -> int:
-    """Bound that a data module was given: its `configured_bound`, or the present one if it has no such attribute."""
+    """Bound that a data module was given: its `configured_bound`, or else the present one."""
     return int(getattr(data, "configured_bound", data.max_staleness))
 
 
@@ -436,10 +426,10 @@ class AlarmAction(ABC):
         """Called when training starts: resets the state of an earlier run, and checks the trainer."""
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
-        """Called before an update if all signals are within their limits: the current weights are good."""
+        """Called before an update if all signals are within their limits: the weights are good."""
 
     def unhealthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:  # noqa: B027
-        """Called before an update if a signal violates its limit, or the cooldown after an alarm has not passed."""
+        """Called before an update if a signal violates its limit, or in the cooldown after an alarm."""
 
     def saved(self) -> None:  # noqa: B027
         """Called when a checkpoint is saved, with `state_dict`."""
@@ -479,7 +469,8 @@ class LowerStaleness(AlarmAction):
         minimum: lowest bound.
 
     Raises:
-        ValueError: a setting is out of range; when training starts, the data module has no bound or cannot change it.
+        ValueError: a setting is out of range; at the start of training, the data module has no bound or cannot change
+            it.
     """
 
     def __init__(self, by: int = 1, minimum: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Gradients as vectors: global inner products under any sharding.
 
-Supports one device, DDP, FSDP1 (`use_orig_params` or not), FSDP2, hybrid sharding and tensor parallelism. Every rank
-holds a piece of the vector; pieces replicated over ranks (DDP, replicated tensors) count once.
+Supports one device, DDP, FSDP1 (`use_orig_params` or not), FSDP2, hybrid sharding and tensor parallelism. Each rank
+holds a piece of the vector; replicated pieces count once.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ DOT_CHUNK = 2**18
 class GradSpace:
     """Vector space of the gradients of some parameters.
 
-    Built from parameters, not from `.grad`: a rank with an empty shard has no gradient and still takes part in every
-    collective. A vector is a list with this rank's piece of each parameter; None counts as zero.
+    Built from parameters, not from `.grad`: a rank with an empty shard has no gradient, but takes part in every
+    collective. A vector is a list with this rank's piece of each parameter; None is zero.
 
     Args:
         root: outermost module (`trainer.strategy.model`), which holds the process groups of FSDP1.
@@ -139,7 +139,7 @@ class GradSpace:
         return [_local(p.detach()) for p in self.params]
 
     def joined(self, vector: Pieces) -> list[Tensor | None]:
-        """The same vector for inner products, with one piece for all that share their collectives."""
+        """The vector for inner products, with one piece for all that share collectives."""
         found: list[Tensor | None] = [None] * len(self.params)
         for members in self._buckets.values():
             pieces = [piece.reshape(-1) for i in members if (piece := vector[i]) is not None]
@@ -151,8 +151,8 @@ class GradSpace:
     def dots(self, *pairs: tuple[Pieces, Pieces], dtype: torch.dtype = torch.float32) -> Float64[Tensor, " P"]:
         """Global inner products <a, b> of P pairs, on the CPU. A collective: all ranks call.
 
-        Products of a quarter of a million entries are summed in `dtype`; in float32 the fifth digit depends on the
-        processor's order of summation.
+        Up to `DOT_CHUNK` products are summed in `dtype`; in float32 the fifth digit depends on the processor's order of
+        summation.
         """
         sums = self._dots(pairs, dtype)
         if not sums.isfinite().all():  # squares of 1e20 overflow float32 though the vector itself does not
@@ -272,7 +272,7 @@ def _process_groups(
 
 
 def _fsdp1_process_groups(root: nn.Module) -> dict[int, tuple[dist.ProcessGroup, ...]]:
-    """Maps parameters (by id) to the process groups of their shards; FSDP1 parameters look like plain tensors."""
+    """Process groups of the shards of FSDP1's parameters, by id: they look like plain tensors."""
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -301,7 +301,7 @@ class DroppedUpdates:
 
     Args:
         owner: name of the callback, for messages.
-        max_in_a_row: consecutive drops above which `check` raises; None is no limit.
+        max_in_a_row: consecutive drops above which `check` raises; None never raises.
 
     Attributes:
         total: drops so far, including those before a resume.
@@ -357,13 +357,13 @@ class DroppedUpdates:
 def is_dropped_before(trainer: AnyTrainer, callback: pl.Callback, index: int, *, is_counted: bool = False) -> bool:
     """Whether a callback that runs before this one has dropped the present update of the optimizer at `index`.
 
-    Where it has removed a gradient with NaN or infinity, those that follow see none, which is as finite as 0.
+    Later callbacks see no gradient then, which is as finite as 0.
 
     Args:
         trainer: with the callbacks, in order.
         callback: the later one.
         index: position of the optimizer.
-        is_counted: only by callbacks with a limit of dropped updates of their own, which holds for these.
+        is_counted: only by callbacks that count drops themselves.
     """
     earlier = itertools.takewhile(lambda one: one is not callback, trainer.callbacks)  # type: ignore[attr-defined]
     droppers = [one for one in earlier if hasattr(one, "has_dropped") and (hasattr(one, "dropped") or not is_counted)]
@@ -374,7 +374,7 @@ def is_dropped_before(trainer: AnyTrainer, callback: pl.Callback, index: int, *,
 
 
 class GradientTreatment(pl.Callback):
-    """Changes gradients before the step of the chosen optimizer, or of each one by itself, and logs the metrics.
+    """Changes gradients before the step of the chosen optimizer, or of each one by itself, and logs metrics.
 
     Attributes:
         optimizer: position, or name of the submodule it trains; None for all.

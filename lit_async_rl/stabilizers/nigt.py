@@ -20,12 +20,12 @@ class NIGT(Optimizer):
         theta_{t+1} = theta_t - lr d_t / ||d_t||
         x_{t+1} = theta_{t+1} + ((1 - eta) / eta) (theta_{t+1} - theta_t)
 
-    The module's parameters are x_t: gradients are taken there, and rollouts are sampled with them. theta_t is in the
-    optimizer's state, and `swap` exchanges the two. For Rennala, g_t averages the first M gradients to finish, all at
-    x_t: `max_staleness: 0` with `admission: Drop` and M = `groups_per_step`; with `SourceMean` it is Malenia's average.
-    Every step has length lr, independent of the rewards, so lr should fall to 0. The norm is over all parameters
-    together; under FSDP1 it would cover this rank's shard only, so use FSDP2. d_0 = g_0 as in Cutkosky and Mehta,
-    arXiv:2002.03305, which introduced the method; the paper's first step could not be checked.
+    The module's parameters, with which rollouts are sampled, are x_t. theta_t is in the optimizer's state, and `swap`
+    exchanges the two. For Rennala, g_t averages the first M gradients to finish, all at x_t: `max_staleness: 0` with
+    `admission: Drop` and M = `groups_per_step`; with `SourceMean` it is Malenia's average. Every step has length lr, so
+    lr should fall to 0. The norm is over all parameters; under FSDP1 it would cover this rank's shard only, so use
+    FSDP2. d_0 = g_0 as in Cutkosky and Mehta, arXiv:2002.03305, who introduced the method; the paper's first step could
+    not be checked.
 
     Args:
         params: parameters or parameter groups.
@@ -47,7 +47,7 @@ class NIGT(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Performs one step. Parameters without gradient are unchanged, as are all if every gradient is 0."""
+        """Makes one step. Parameters without gradient are unchanged, as are all if every momentum is 0."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -78,7 +78,7 @@ class NIGT(Optimizer):
 
 
 def _norm(tensors: list[Tensor]) -> float:
-    """Norm of all tensors together, over all shards. A collective if they are DTensors: all ranks call."""
+    """Norm over all tensors and shards. A collective if they are DTensors: all ranks call."""
     if not tensors:
         return 0.0
     norm: Any = torch.nn.utils.get_total_norm(tensors)

@@ -24,7 +24,7 @@ from lit_async_rl.utils.saving import finish_saving
 
 
 def restorable_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Trained parameters, parameters of a reference policy that is reset during training, and buffers."""
+    """Trained parameters, buffers, and parameters of a reference policy that is reset during training."""
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad or hasattr(p, "is_reset")}
     return trained | dict(module.named_buffers())
 
@@ -40,7 +40,7 @@ def copied_moments(moments: dict[str, object]) -> dict[str, object]:
 
 
 def restore_moments(optimizer: Optimizer, param: nn.Parameter, saved: dict[str, object]) -> None:
-    """Restores moments in place, because they may be sharded; removes them if none were saved."""
+    """Restores moments in place, as they may be sharded; removes them if none were saved."""
     if not saved:
         optimizer.state.pop(param, None)
         return
@@ -57,8 +57,8 @@ log = logging.getLogger(__name__)
 class _LimitedRollback(AlarmAction):
     """Base class of rollbacks; stops training once `max_rollbacks` are used up.
 
-    What the discarded versions of a `PolicyModule` have sampled is not trained on any more: at the next publication,
-    groups with one of their tokens are dropped, and those that are still being sampled. Their prompts come again.
+    What the discarded versions of a `PolicyModule` have sampled does not train: the next publication drops groups that
+    have their tokens or are still being sampled. The prompts come again.
 
     Attributes:
         version: of the policy that `roll_back` restores; None for modules without versions.
@@ -103,18 +103,18 @@ class _LimitedRollback(AlarmAction):
 
     @abstractmethod
     def roll_back(self, trainer: AnyTrainer, pl_module: AnyModule) -> str | None:
-        """Restores weights and optimizer state; returns a sentence for the report, or None without a saved state."""
+        """Restores weights and optimizer state; returns a sentence for the report, None without a saved state."""
 
 
 class RollBack(_LimitedRollback):
     """Restores weights, buffers, a resettable reference policy and optimizer moments from a copy of a healthy step.
 
-    Each rank copies its own shards to CPU memory, so this works under every strategy, without communication. Schedulers
-    are not rolled back, nor is the order of prompts. Parameters unfrozen or added to the optimizer since the copy keep
-    their weights, and start with new moments.
+    Under every strategy each rank copies its own shards to CPU memory, without communication. Schedulers are not rolled
+    back, nor is the order of prompts. Parameters unfrozen or added to the optimizer since then keep their weights, with
+    new moments.
 
-    The copies are not checkpointed. The first healthy step after a checkpoint takes one, as the first of a resumed run
-    does, so that a resumed run goes on as the whole one, unless it rolls back before that.
+    Copies are not checkpointed. The first healthy step after a checkpoint takes one, as the first of a resumed run
+    does, so that a resumed run continues like an uninterrupted one, unless it rolls back before that.
 
     Args:
         every_n_steps: healthy steps between copies.
@@ -139,7 +139,7 @@ class RollBack(_LimitedRollback):
         self.num_rollbacks = 0
 
     def healthy(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Takes a copy every `every_n_steps` steps, before the update, because its result is not yet known."""
+        """Takes a copy every `every_n_steps` steps, before the update, whose result is not yet known."""
         tensors = restorable_tensors(pl_module)
         is_due = self._is_due or self._step is None or trainer.global_step - self._step >= self.every_n_steps
         if not is_due and tensors.keys() <= self._weights.keys():
@@ -170,16 +170,16 @@ class RollBack(_LimitedRollback):
 class RollBackToCheckpoint(_LimitedRollback):
     """Restores weights and optimizer state from the newest checkpoint written while the run was healthy.
 
-    A checkpoint is healthy if the next step, the first one with its weights, is healthy. The newest is kept as
-    `healthy.ckpt` beside the others, because `ModelCheckpoint` removes its own (`save_top_k: 1`) and moves the link
-    `last.ckpt`. `healthy.ckpt` is a hard link, or a copy where files are not replaced atomically or the file system
-    has no links, and needs the disk space of one more checkpoint.
+    A checkpoint is healthy if the next step, the first with its weights, is. The newest is kept as `healthy.ckpt`
+    beside the others, because `ModelCheckpoint` removes its own (`save_top_k: 1`) and moves the link `last.ckpt`.
+    `healthy.ckpt` is a hard link, or a copy where files are not replaced atomically or the file system has no links,
+    and needs the disk space of one more checkpoint.
 
-    A resumed run may return to the checkpoint it was resumed from if that is the newest. The `healthy.ckpt` of an
-    earlier run is never used, and is replaced by the run's own. Two alarms with this action would share the file.
+    A resumed run may return to the checkpoint it was resumed from if that is the newest. It replaces the `healthy.ckpt`
+    of an earlier run without using it. Two alarms with this action would share the file.
 
-    Checkpoints at URLs such as `s3://` are not kept, and cannot be restored; nor can one with fewer parameter groups
-    than the optimizer now has.
+    Checkpoints at URLs such as `s3://` are not kept or restored; nor are those with other parameter groups than the
+    optimizer now has.
 
     Args:
         max_rollbacks: rollbacks before training stops instead.
@@ -238,7 +238,7 @@ class RollBackToCheckpoint(_LimitedRollback):
         return f"Weights and moments were rolled back to the checkpoint {path}, saved as {original}."
 
     def _classify_when_written(self, trainer: AnyTrainer, is_healthy: bool) -> None:
-        """Classifies the newest checkpoint as healthy or not, once it is completely written."""
+        """Classifies the newest checkpoint as healthy or not, once it is written."""
         names = _names(trainer)
         checkpoint_io = trainer.strategy.checkpoint_io
         if not names or not trainer.is_global_zero:
@@ -278,7 +278,7 @@ def _version_of(pl_module: AnyModule) -> int | None:
 
 
 def _names(trainer: AnyTrainer) -> list[str]:
-    """Path of the newest checkpoint of each `ModelCheckpoint` (of either Lightning package); it may be a link."""
+    """Newest checkpoint, perhaps a link, of each `ModelCheckpoint` (of either Lightning package)."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if hasattr(callback, "last_model_path")]
     return [name for c in callbacks if (name := c.last_model_path or c.best_model_path)]
 
@@ -290,13 +290,13 @@ def _newest(names: list[str]) -> Path | None:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Inode and time of the last change [ns], which tell apart checkpoints saved under one name."""
+    """Inode and time of the last change [ns]: tell apart checkpoints of one name."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns
 
 
 def _has_same_groups(checkpoint: dict[str, Any], optimizers: list[Optimizer]) -> bool:
-    """Whether each parameter group has as many parameters; sharded checkpoints have no `optimizer_states` here."""
+    """Whether parameter groups have equal sizes; sharded checkpoints have no `optimizer_states` here."""
     saved = checkpoint.get("optimizer_states") or []
     return all(_sizes(s["param_groups"]) == _sizes(o.param_groups) for s, o in zip(saved, optimizers, strict=False))
 

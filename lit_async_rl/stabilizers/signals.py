@@ -1,6 +1,6 @@
-"""Signals that a LightningModule provides to stabilizers, and their collection over a step.
+"""Signals of a LightningModule for stabilizers, and their collection over a step.
 
-A module provides signals as a dict in `self.stabilizer_signals` in every `training_step`:
+In every `training_step` a module sets `self.stabilizer_signals`, a dict:
 
 | key | meaning | shape |
 |---|---|---|
@@ -15,8 +15,8 @@ A module provides signals as a dict in `self.stabilizer_signals` in every `train
 | `num_tokens` | tokens that the pass computed on prefix trees, and that separate rows would; for monitors | 2 int |
 
 Only the keys that a callback uses are required. For modules that cannot be changed, callbacks take
-`extract=function(trainer, pl_module, batch, output)`, which returns such a dict or None. Alternatively `training_step`
-returns these keys beside `loss`. Order of precedence: `extract`, the attribute, the output.
+`extract=function(trainer, pl_module, batch, output)`, which returns such a dict or None. `training_step` may also
+return these keys beside `loss`. Order of precedence: `extract`, the attribute, the output.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class StepSignals:
     Attributes:
         num_samples: completions with at least one token that counts.
         num_broken: completions among them whose log-weight is NaN or infinite.
-        ess_ratio: effective sample size of raw sequence weights (VCPO, arXiv:2602.17616) over `num_samples`, between
-            1 / `num_samples` and 1; NaN weights count as 0; None without samples.
-        kl: mean k3 estimate of KL(mu || pi) per token, in nats; like the following, None without signals.
+        ess_ratio: effective sample size of raw sequence weights (VCPO, arXiv:2602.17616) over `num_samples`, from 1 /
+            `num_samples` to 1; NaN weights are 0; None without samples.
+        kl: mean k3 estimate of KL(mu || pi) per token, in nats; like those below, None without signals.
         entropy: mean per token, in nats.
         reward: mean per completion.
         staleness: mean per token, in versions.
@@ -76,7 +76,7 @@ class SignalCollector:
         extract: adapter for modules that set no signals, see the module docstring.
 
     Attributes:
-        num_copies: ranks that see the same data, such as those of one tensor-parallel group; they count once.
+        num_copies: ranks that see the same data, as in a tensor-parallel group; they count once.
     """
 
     def __init__(self, extract: Extract | None = None) -> None:
@@ -90,7 +90,7 @@ class SignalCollector:
         self._sums: list[Tensor] = []
 
     def attach(self, pl_module: AnyModule) -> None:
-        """Starts recording batch and output of `training_step`, if `stabilizer_signals` does not suffice."""
+        """Starts recording batch and output of `training_step`, unless `stabilizer_signals` suffices."""
         if self.extract is not None or not hasattr(pl_module, "stabilizer_signals"):
             self._recorder = _StepRecorder.of(pl_module)
 
@@ -103,7 +103,7 @@ class SignalCollector:
         self._clear()
 
     def collect(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Adds the signals of the last `training_step`; signals already added count once."""
+        """Adds the signals of the last `training_step`, once."""
         signals = self._find(trainer, pl_module)
         if signals is not None and "log_ratio" in signals and signals["log_ratio"] is not self._seen:
             if self._has_stale_signals:
@@ -122,7 +122,7 @@ class SignalCollector:
         self._num_kept = len(self._sums)
 
     def add(self, signals: Signals) -> None:
-        """Adds the signals of one micro-batch, in a loop without a trainer."""
+        """Adds the signals of one micro-batch, without a trainer."""
         log_ratio, mask = _checked(signals)
         tokens = log_ratio.isfinite() & mask
         is_sample = mask if mask.ndim == 1 else mask.any(-1)
@@ -204,7 +204,7 @@ def _checked(signals: Signals) -> tuple[Float64[Tensor, "*shape"], Bool[Tensor, 
 
 
 def _wide(tensor: Shaped[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
-    """Detached values in float64: log-weights sum over thousands of tokens, and float32 would round them."""
+    """Detached values in float64: float32 would round sums over thousands of tokens."""
     tensor = tensor.detach()
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # MPS has no float64
 
@@ -218,7 +218,7 @@ def _sum_and_count(signals: Signals, name: str, mask: Bool[Tensor, "*shape"]) ->
 
 
 def _all_gather(local: Float[Tensor, " K"]) -> Float[Tensor, "R K"]:
-    """Row of each rank. Gathered and not summed, because sums of weights are relative to each rank's own maximum."""
+    """Row of each rank. Not summed, because sums of weights are relative to each rank's own maximum."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return local[None]
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
@@ -297,14 +297,14 @@ HOW_TO_SIGNAL = (
 class SignalCallback(pl.Callback):
     """Collects the signals of each micro-batch, and calls `on_signals_complete` before each step of one optimizer.
 
-    A step without signals is warned of once, with what the module has to set.
+    Warns once of a step without signals, with what the module has to set.
 
     Args:
         optimizer: position, or name of the submodule it trains; None if there is only one.
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
 
     Raises:
-        ValueError: when training starts, the choice matches no optimizer, or there are several and none was chosen.
+        ValueError: when training starts, the choice matches no optimizer, or there are several and no choice.
     """
 
     def __init__(self, optimizer: int | str | None, extract: Extract | None) -> None:
@@ -337,11 +337,11 @@ class SignalCallback(pl.Callback):
 
     @property
     def without_signals(self) -> str:
-        """Effect of a step without signals, completing "so the callback ..."; empty if the stabilizer needs none."""
+        """Effect of a step without signals, completing "so the callback ..."; empty if none are needed."""
         return "does nothing"
 
     def reset(self) -> None:
-        """Resets the state of an earlier run, before another begins; a resume restores its state afterwards."""
+        """Resets the state of an earlier run; a resume restores its state afterwards."""
 
     def close(self) -> None:
         """Restores the module, after training or an exception."""

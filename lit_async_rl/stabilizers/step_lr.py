@@ -39,7 +39,7 @@ def chosen_index(
         trainer: trainer of `pl_module`.
         pl_module: module in training.
         optimizer: optimizer about to step.
-        choice: position; name of a submodule, which selects the optimizers of its parameters; or None for all.
+        choice: position; name of a submodule, for the optimizers of its parameters; or None for all.
     """
     index = optimizer_index(trainer, optimizer)
     if isinstance(choice, str):
@@ -68,7 +68,7 @@ def check_choice(trainer: AnyTrainer, pl_module: AnyModule, choice: int | str | 
 
 
 def metric_suffix(trainer: AnyTrainer, choice: int | str | None, index: int) -> str:
-    """Suffix of metric names, `/<index>`; empty where one optimizer was chosen or there is only one."""
+    """Suffix of metric names, `/<index>`; empty for a chosen or only optimizer."""
     return f"/{index}" if choice is None and len(trainer.optimizers) > 1 else ""
 
 
@@ -79,10 +79,10 @@ def loss_scaler(trainer: AnyTrainer) -> Any:
 
 
 def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
-    """Divides gradients by the loss scale for fused optimizers, which unscale only within their own step. Idempotent.
+    """Divides gradients by the loss scale for fused optimizers, which unscale within their step. Idempotent.
 
     Lightning unscales for all others before `on_before_optimizer_step`, unless `training_step` returned None: it then
-    skips the step, and leaves the scaler's state as it is.
+    skips the step, without touching the scaler.
     """
     scaler = loss_scaler(trainer)
     if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -100,7 +100,7 @@ def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
 def is_left_out(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
     """Whether the step is skipped with gradients that are still multiplied by the loss scale.
 
-    Lightning leaves them so if the last micro-batch's `training_step` returned None, except for fused optimizers, see
+    That is so if the last micro-batch's `training_step` returned None, except with fused optimizers, see
     `unscale_gradients`.
     """
     scaler = loss_scaler(trainer)
@@ -110,7 +110,7 @@ def is_left_out(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
 
 
 def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
-    """Whether the loss scaler will skip the step, because it has found NaN or infinity; False without a scaler."""
+    """Whether the loss scaler will skip the step for NaN or infinity; False without a scaler."""
     scaler = loss_scaler(trainer)
     if scaler is None:
         return False
@@ -119,7 +119,7 @@ def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
 
 
 def finds_scale(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
-    """Whether the loss scaler skips the step and lowers its scale, as it does until it has found the right one.
+    """Whether the loss scaler skips the step to lower its scale, until it has found the right one.
 
     An overflow with a scale of at most 1 has another cause.
     """
@@ -128,7 +128,7 @@ def finds_scale(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
 
 
 def has_plain_settings(optimizer: Optimizer) -> bool:
-    """Whether parameter groups hold settings only (torch's optimizers and ours), and no state as other libraries'."""
+    """Whether parameter groups hold settings only (torch's optimizers and ours), and no state."""
     return type(optimizer).__module__.startswith(("torch.optim.", "lit_async_rl."))
 
 
@@ -141,7 +141,7 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def tolerate_dropped_gradients(trainer: AnyTrainer) -> None:
-    """Makes `gradient_clip_algorithm: value` skip updates without gradients, for which torch raises IndexError."""
+    """Makes `gradient_clip_algorithm: value` skip updates without gradients, where torch raises IndexError."""
     precision: Any = trainer.precision_plugin
     clip = precision.clip_grad_by_value
     if hasattr(clip, "_tolerates_dropped_gradients"):
@@ -160,9 +160,9 @@ class OneStepLearningRate:
     """Multiplies an optimizer's learning rate during exactly one `step`; several of them multiply.
 
     The learning rate changes within `optimizer.step` only, invisible to schedulers, checkpoints and loggers. If
-    Lightning runs the closure inside the step, `scale` applies at once; if gradients are computed outside (loss
-    scaling, manual optimization, Fabric), it applies when the step begins. A skipped step (overflow found by the loss
-    scaler) changes nothing, and the next call replaces the factor.
+    Lightning runs the closure inside the step, `scale` applies at once; otherwise (loss scaling, manual optimization,
+    Fabric) when the step begins. A step that the loss scaler skips changes nothing, and the next call replaces the
+    factor.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -170,7 +170,7 @@ class OneStepLearningRate:
         self._step.factors[self] = 1.0
 
     def scale(self, factor: float) -> None:
-        """Sets the factor of the running step or, outside of a step, of the next one."""
+        """Sets the factor of the running step or else of the next one."""
         self._step.scale(self, factor)
 
     def close(self) -> None:
@@ -181,8 +181,7 @@ class OneStepLearningRate:
 class _StepRate:
     """Rate of an optimizer's step, with the factor of each `OneStepLearningRate`.
 
-    One for each optimizer: two that saved and restored the rate on their own would each restore what the other had
-    scaled, and the optimizer would keep it.
+    One for each optimizer: of two, each would restore a rate that the other had scaled.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

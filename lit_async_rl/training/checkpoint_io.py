@@ -41,15 +41,15 @@ class Written:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints atomically: a crash while saving leaves the previous file intact.
 
-    (Lightning's own IO moves the file from the system's temporary folder; between file systems that is a copy.)
+    (Lightning's own IO moves the file from the system's temporary folder, which is a copy between file systems.)
 
-    On a full disk training continues, with a warning that names the missing checkpoint. After any failure no checkpoint
-    is removed until one is written again. If the last one of a run is missing, the run ends with `LastCheckpointError`.
+    On a full disk training continues, after a warning. After any failure no checkpoint is removed until one is written
+    again. If the last one of a run is missing, the run ends with `LastCheckpointError`.
 
     Attributes:
-        replaces_files: a new checkpoint of the same name is a new file, so that a hard link keeps the old one.
+        replaces_files: a checkpoint of the same name is a new file, and hard links keep the old one.
         unwritten: the last checkpoint, if it could not be written to a full disk; None otherwise.
-        newest: the newest checkpoint that was written and not removed since; None before.
+        newest: the newest checkpoint written and not removed; None without one.
         last_is_missing: whether the last checkpoint was not written, for any reason.
     """
 
@@ -95,7 +95,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             _warn_if_unreadable(target)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint after verifying its digest; never executes code, at any value of `weights_only`."""
+        """Loads a checkpoint after verifying its digest; never executes code, whatever `weights_only` is."""
         check_checkpoint(path, is_of_policy=False)  # any module's; a `PolicyModule` refuses those of others
         check_is_one_file(path)
         return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only=True)
@@ -110,7 +110,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _warn_if_unreadable(path: Path) -> None:
-    """Reads a checkpoint without tensor values, to report during the run what would make a resume fail."""
+    """Reads a checkpoint without tensor values, to report early what would make a resume fail."""
     try:
         read_in_thread(path, f"checkpoint {path}")
     except ValueError as error:
@@ -146,7 +146,7 @@ def check_checkpoint(path: str | Path, is_of_policy: bool = True) -> None:
 
 
 def check_is_one_file(path: str | Path) -> None:
-    """Checks that a checkpoint is a file, for a strategy that does not load folders of shards.
+    """Checks that a checkpoint is one file, not a folder of shards.
 
     Raises:
         ValueError: it is a folder; names the command that consolidates it.
@@ -187,13 +187,12 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
     Optimizer states, two thirds of a checkpoint with AdamW, change only in optimizer steps: the thread copies them, and
     the next step of any optimizer waits for the copy. Everything else is copied before `save_checkpoint` returns.
 
-    One copy exists at a time: a save during another one waits for it. Files change in the order of the calls, so an
-    older checkpoint is removed only after its successor was written; a kill at any moment leaves a loadable one.
-    Loading waits for pending writes. An error of the thread is raised by the next call, at the latest when the run
-    ends.
+    One copy exists at a time: a save during another one waits for it, and so does loading. Files change in the order of
+    the calls, so an older checkpoint is removed only after its successor was written; a kill at any moment leaves a
+    loadable one. The next call raises an error of the thread, at the latest at the end of the run.
 
     The copy takes as much memory as the checkpoint (12 bytes per parameter with float32 weights and AdamW).
-    `AtomicCheckpointIO` as a plugin of the Trainer writes without a copy, while training waits.
+    `AtomicCheckpointIO` as a plugin of the Trainer takes no copy, but training waits.
     """
 
     def __init__(self) -> None:
@@ -205,7 +204,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         self._waiting_for_link: set[str] = set()  # checkpoints to remove once no link points to them
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Copies everything but optimizer states, and returns; Lightning writes checkpoints at URLs."""
+        """Copies everything but optimizer states, and returns."""
         self.wait()  # a second copy at the same time would double the memory
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -229,7 +228,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         self._submit(write)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes a checkpoint after all earlier calls; the target of a link is removed once the link has moved."""
+        """Removes a checkpoint after all earlier calls, the target of a link once the link has moved."""
         self._submit(lambda: self._remove(str(path)))
 
     def link_checkpoint(self, target: str, link: str) -> None:
@@ -237,7 +236,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         self._submit(lambda: self._link(absolute(target), absolute(link)))
 
     def after_saving(self, task: Callable[[], None]) -> None:
-        """Calls `task` in the thread after all earlier calls, when the files are in their present state."""
+        """Calls `task` in the thread after all earlier calls."""
         self._submit(task)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -245,10 +244,10 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
     def wait(self) -> None:
-        """Waits until everything is written. Without a limit: the disk decides how long that takes.
+        """Waits until everything is written, without a time limit.
 
         Raises:
-            OSError: a checkpoint could not be written (any error of the thread is raised unchanged).
+            OSError: a checkpoint could not be written; other errors of the thread are raised unchanged, too.
         """
         self._finish_copying()
         pending = self._pending
@@ -261,7 +260,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         futures.wait(self._pending)
 
     def _finish_copying(self) -> None:
-        """Waits until the optimizer states are copied: only for that, because nothing is queued before them."""
+        """Waits until the optimizer states are copied; nothing is queued before them."""
         copying = self._copying
         self._copying = None
         if self._step_hook is not None:
@@ -271,7 +270,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             copying.result()
 
     def teardown(self) -> None:
-        """Ends the thread once everything is written; Lightning calls it at the end of a run, also after an error."""
+        """Ends the thread once all is written; Lightning calls it when a run ends, also by an error."""
         thread = self._thread
         self._thread = None
         if thread is not None:
@@ -348,13 +347,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _copy_all(value: Any, known: dict[Any, Tensor], staged: StagedCopies | None) -> Any:
-    """`_copy`, on a stream of its own if tensors are on a GPU: training goes on beside it, in another thread."""
+    """`_copy`, on a stream of its own if tensors are on a GPU, so that training goes on."""
     with contextlib.nullcontext() if staged is None else staged.use():
         return _copy(value, known, staged)
 
 
 def _copy(value: Any, known: dict[Any, Tensor], staged: StagedCopies | None) -> Any:
-    """Deep copy with tensors in CPU memory; copies of tensors in the same memory share theirs, too."""
+    """Deep copy with tensors in CPU memory; tensors that share memory have one copy."""
     if isinstance(value, Tensor):
         place = value.data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype, value.device
         if place not in known or value.numel() == 0:

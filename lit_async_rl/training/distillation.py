@@ -1,14 +1,13 @@
-"""On-policy distillation: the student's own rollouts, and a teacher's distribution at each state that they visit.
+"""On-policy distillation: a teacher's distribution at each state that the student's own rollouts visit.
 
-Two gradients of the same divergence (arXiv:2306.13649; on stale states both have the age of the states):
+Two gradients of a divergence (arXiv:2306.13649), both as stale as the states:
 
-* `analytic`: of the divergence between the whole distributions at the visited states. Nothing in it is sampled, so that
-  it needs no importance weights.
-* `sampled`: of KL(student || teacher) from the sampled token alone, like that of the penalty `model.kl_estimator=token`
-  (`lit_async_rl.losses.reference_kl`), with the ratio of current to sampling policy as its weight. It is all that a
-  server can give that returns the log-probabilities of a prompt only.
+* `analytic`: of the divergence between whole distributions. Nothing is sampled, so that it needs no importance weights.
+* `sampled`: of KL(student || teacher) from the sampled token alone, as with `model.kl_estimator=token`
+  (`lit_async_rl.losses.reference_kl`), weighted by the ratio of current to sampling policy. It suits servers that
+  return only the log-probabilities of a prompt.
 
-A teacher has the student's tokenizer and chat template, or is refused: tokens are compared one by one.
+A teacher must have the student's tokenizer and chat template: tokens are compared one by one.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class OpenTeacher(ABC):
     """A teacher that is ready.
 
     Attributes:
-        is_collective: whether all ranks must ask it equally often, because each holds a part of it.
+        is_collective: whether all ranks must ask it equally often, as each holds a part.
     """
 
     is_collective = False
@@ -80,7 +79,7 @@ class Teacher(ABC):
     any_temperature = True  # else log-probabilities at temperature 1 only
 
     def check(self, model: str) -> None:  # noqa: B027  (one whose tokens are known needs none)
-        """Checks, before a run leaves anything behind, that it can teach a model.
+        """Checks that it can teach a model, before the run writes anything.
 
         Args:
             model: name or folder of the student.
@@ -130,7 +129,7 @@ def check_same_tokens(student: str, teacher: str, setting: str = "model.distilla
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTeacher(Teacher):
-    """A frozen model in the trainer's process: FSDP2 shards it as it does the policy, else each rank has the whole.
+    """A frozen model in the trainer's process, sharded as the policy is by FSDP2, else whole on each rank.
 
     Args:
         model: Hugging Face name or folder.
@@ -214,7 +213,7 @@ class _OpenLocalTeacher(OpenTeacher):
 
 
 class RemoteTeacher(OpenTeacher):
-    """A teacher that is asked for the log-probabilities of whole sequences, at temperature 1.
+    """A teacher that gives log-probabilities of whole sequences, at temperature 1.
 
     Args:
         name: its setting with value, for messages.
@@ -272,7 +271,7 @@ class RemoteTeacher(OpenTeacher):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineTeacher(Teacher):
-    """A teacher in an engine of its own, such as `VLLMEngine` on another GPU: for the sampled gradient.
+    """A teacher in an engine of its own, such as `VLLMEngine` on another GPU, for the sampled gradient.
 
     Each rank starts one; a `ServerTeacher` is one for all.
 
@@ -395,7 +394,7 @@ class _OpenSourceTeachers(OpenTeacher):
         self._teachers = teachers
 
     def _parts(self, batch: RolloutBatch) -> Iterator[tuple[OpenTeacher, Int[Tensor, " n"], RolloutBatch]]:
-        """Each teacher that has rows, their numbers, and the batch of them; collective ones with a row that is none."""
+        """Each teacher that has rows, their numbers, and their batch; collective ones without rows get a blank one."""
         if batch.source is None:
             raise SetupError(
                 "the batch does not name the sources of its prompts. The callback WeightSync requests these: add "
@@ -454,7 +453,7 @@ class _OpenSourceTeachers(OpenTeacher):
 
 
 def as_teacher(teacher: str | Teacher) -> Teacher:
-    """A teacher; of a name or folder the model in the trainer's process."""
+    """A teacher; a name or folder is a model in the trainer's process."""
     return LocalTeacher(model=teacher) if isinstance(teacher, str) else teacher
 
 
@@ -474,10 +473,11 @@ class Distillation:
         divergence: `reverse_kl`, `forward_kl` or `jsd`, see `lit_async_rl.losses.distillation`.
         beta: the teacher's share in the mixture of `jsd`.
         gradient: `analytic` or `sampled`, see above.
-        importance_weights: whether stale tokens have the weight current / sampling policy in the `sampled` gradient.
-        top_k: compares the teacher's likeliest tokens and all others together, in place of the whole vocabulary.
-        coefficient: weight of the divergence in the loss; it is averaged over tokens as the policy loss is.
-        with_reward: adds the divergence to the policy loss; otherwise rewards do not train, and only measure.
+        importance_weights: whether the `sampled` gradient has the weight current / sampling policy.
+        top_k: compares this many likeliest tokens of the teacher, and all others together; None is the whole
+            vocabulary.
+        coefficient: weight of the divergence, which is averaged over tokens as the policy loss is.
+        with_reward: adds the divergence to the policy loss; otherwise rewards are only measured.
 
     Raises:
         ValueError: a setting is out of range, or has no effect.
@@ -602,7 +602,7 @@ class Distiller:
 
 @dataclass(frozen=True)
 class TeacherView:
-    """The teacher's side of a forward pass of the student: a comparison, or further tokens to evaluate."""
+    """The teacher's side of the student's forward pass: a comparison, or further tokens to evaluate."""
 
     compare: Compare | None = None
     head_ids: Int[Tensor, "B T k"] | None = None

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def check_end(trainer: AnyTrainer, policy: CausalPolicy, model: str) -> None:
-    """Logs a warning for each problem at the end of the run, on rank 0. No errors, as it may be solved until then.
+    """Warns of each problem at the end of the run, on rank 0. Not an error: it may be solved until then.
 
     Args:
         trainer: trainer of the run.
@@ -53,7 +53,7 @@ def _check_space(callback: ModelCheckpoint, trainer: AnyTrainer, size: int) -> N
 
 
 def checkpoint_bytes(policy: CausalPolicy, optimizers: list[Any]) -> int:
-    """Approximate size of a checkpoint in bytes: weights (with LoRA only the adapters) and moments of Adam variants."""
+    """Approximate size of a checkpoint in bytes: weights (of LoRA only adapters) and Adam's moments."""
     parameters = [p for p in policy.parameters() if p.requires_grad or not policy.has_adapters]
     moments = {
         id(p): 2 for o in optimizers if "betas" in o.defaults for group in o.param_groups for p in group["params"]
@@ -62,7 +62,7 @@ def checkpoint_bytes(policy: CausalPolicy, optimizers: list[Any]) -> int:
 
 
 def free_bytes_per_file(folder: Path, number: int) -> int:
-    """Largest size in bytes of each of `number` new files of equal size in a folder, which may not exist yet."""
+    """Largest size of each of `number` equal new files in a folder, which may not exist yet."""
     candidates = (folder.absolute(), *folder.absolute().parents)
     existing = next(path for path in candidates if path.exists())
     free_bytes = shutil.disk_usage(existing).free // number

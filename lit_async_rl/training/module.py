@@ -1,4 +1,4 @@
-"""LightningModule of the policy, its loss and its optimizer.
+"""LightningModule of policy, loss and optimizer.
 
 A micro-batch is a Lightning batch, an optimizer step a version of the policy. Optimization is automatic, so clipping,
 precision, schedulers and all sharding strategies work as in any Lightning project.
@@ -90,20 +90,11 @@ def load_policies(
 ) -> tuple[CausalPolicy, CausalPolicy | None]:
     """Policy and reference; the latter is a frozen copy, or None if none is needed or only adapters train.
 
-    Args:
-        model: Hugging Face name or folder.
-        logprob_chunk_tokens: logits of at most this many tokens exist at a time.
-        packing: of the rows of a group; None is none.
-        lora: adapters to train; None trains all weights.
-        on_meta_device: whether weights are loaded later, when they are sharded.
-        needs_reference: whether there is a KL penalty.
-        gradient_checkpointing: whether activations are computed again in the backward pass.
-        torch_compile: whether the transformer blocks are compiled.
-        load: further arguments of `load_policy`.
+    Arguments are those of `PolicyModule`, but for `on_meta_device` (weights are loaded later, when they are sharded),
+    `needs_reference` (there is a KL penalty) and further ones of `load_policy` in `load`.
 
     Raises:
-        ValueError: weights that are made here, not loaded, would have to be on the meta device; or the model cannot be
-            compiled.
+        ValueError: weights that are not loaded would have to be on the meta device; or the model cannot be compiled.
     """
     random_init = bool(load.get("random_init"))
     rules.refuse(rules.of_weights(model, on_meta_device, random_init, lora=lora))
@@ -137,9 +128,9 @@ def load_policies(
 
 
 class SavedWeights:
-    """Omits frozen weights from a module's checkpoints: the reference, and the base below LoRA adapters.
+    """Omits the reference, and the base of LoRA adapters, from a module's checkpoints.
 
-    Sharded ones are kept: such checkpoints are loaded completely or not at all.
+    Sharded checkpoints keep them: these are loaded completely or not at all.
 
     Args:
         module: has the parts `policy` and `reference`.
@@ -152,7 +143,7 @@ class SavedWeights:
         self._digest = ""
 
     def reduce(self, checkpoint: dict[str, Any], policy: CausalPolicy) -> None:
-        """Drops frozen weights; names the base of adapters."""
+        """Drops frozen weights; notes the base of adapters."""
         if is_sharded(self._module):
             return
         checkpoint["state_dict"] = without_reference(checkpoint["state_dict"])
@@ -232,8 +223,8 @@ def _check_base(saved: Mapping[str, Any], model: str, digest: str, alpha: float)
 class PolicyModule(pl.LightningModule):
     """A causal language model trained by policy gradient on rollouts of older versions of itself.
 
-    Loss, averaging, correction and advantage are four independent choices; the first and third are made here, the
-    others in `RolloutDataModule`, where the whole step is known.
+    Loss, averaging, correction and advantage are independent choices: loss and correction are made here, the others in
+    `RolloutDataModule`, which knows the whole step.
 
     Example:
         ```python
@@ -255,27 +246,27 @@ class PolicyModule(pl.LightningModule):
         correction: importance weights between proximal and behavior policy; None is no correction.
         baseline: VCPO's off-policy optimal baseline in place of `data.advantage`; needs a loss without ratio.
         learning_rate: peak of the schedule; None is that of `optimizer`, or 1e-6. `weight_decay`, `betas`: of AdamW.
-        optimizer: another optimizer than AdamW: a class, a `functools.partial` of one (either takes `learning_rate`
-            unless it has an `lr` of its own), or a function of the parameters.
-        scheduler: `ConstantRate` (None), `Linear`, `Cosine`, `StableDecay` or `OneCycle`, whose height and length are
-            those of `learning_rate` and `trainer.max_steps`, or any of torch's, by optimizer step.
+        optimizer: replaces AdamW: a class, a `functools.partial` of one (either takes `learning_rate` unless it has an
+            `lr` of its own), or a function of the parameters.
+        scheduler: `ConstantRate` (None), `Linear`, `Cosine`, `StableDecay` or `OneCycle`, with height `learning_rate`
+            and length `trainer.max_steps`, or any of torch's, by optimizer step.
         kl_coefficient: weight of the penalty KL(policy || reference); 0 needs no reference. The reference is a frozen
-            copy of the weights, or the policy without its adapters where nothing else trains.
+            copy of the weights, or the policy without adapters where only these train.
         kl_estimator: `token`, `sequence` or `k3`, see `lit_async_rl.losses.reference_kl.reference_kl`.
         entropy_coefficient: weight of the entropy bonus; a negative one is a penalty on entropy.
         logprob_chunk_tokens: logits of at most this many tokens exist at a time.
         lora: train low-rank adapters instead of all weights.
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
-        torch_compile: compile the transformer blocks, in the first steps; other rounding errors. For models without
-            routed experts, and without tensor parallelism.
+        torch_compile: compile the transformer blocks, in the first steps; changes rounding. Not with routed experts or
+            tensor parallelism.
         sharding: how sharding strategies divide the policy, and when its weights are read.
-        dtype: of the weights; float16 is for weights that do not train, and needs `trainer.precision: 16-mixed`.
+        dtype: of the weights; float16 is for frozen weights, and needs `trainer.precision: 16-mixed`.
         attn_implementation: as in transformers; None is its default, or `eager` where that ignores a setting of the
-            model's configuration (the soft cap of Gemma 2's attention).
+            model (the soft cap of Gemma 2's attention).
         random_init: take only the architecture from `model`, with random weights.
         packing: compute the prefixes that rows of a group share only once, `PrefixTreePacking()`.
-        self_check: refuse an unsharded model of which a few tokens differ from plain (eager) forward passes, before
-            training.
+        self_check: before training, refuse an unsharded model that differs from plain (eager) forward passes on a few
+            tokens.
         distillation: train on the divergence from a teacher, alone or beside the reward.
 
     Attributes:
@@ -283,7 +274,7 @@ class PolicyModule(pl.LightningModule):
         version: number of weight publications so far; checkpointed.
         steps: checks that each step consists of its micro-batches, and aligns checkpoints with steps.
         validator: holds the samples of the last validation.
-        given: the arguments above, as they were given; what a run writes down of itself.
+        given: the arguments above, as they were given, for the record of a run.
         stabilizer_signals: what callbacks may read after every `training_step`, see `lit_async_rl.stabilizers.signals`.
     """
 
@@ -380,7 +371,7 @@ class PolicyModule(pl.LightningModule):
         return self._updated
 
     def mark_updated(self) -> None:
-        """Marks the weights as changed by other means than the optimizer, to be published."""
+        """Marks the weights as changed other than by the optimizer, to be published."""
         self._updated = True
 
     def take_updated(self) -> bool:
@@ -392,7 +383,7 @@ class PolicyModule(pl.LightningModule):
     # -- start and end of a fit ---------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Refuses rates and lengths that contradict each other, kernels that cannot train and norms that vanish."""
+        """Refuses contradictory rates and lengths, kernels that cannot train and norms that vanish."""
         if stage == "fit":
             self.steps.begin_fit(self.trainer)
             rules.refuse(rules.of_fit(self.trainer, self))
@@ -400,7 +391,7 @@ class PolicyModule(pl.LightningModule):
             self.configure_optimizers()
 
     def configure_model(self) -> None:
-        """Applies the sharding strategy to policy and reference; loads weights whose loading was deferred.
+        """Applies the sharding strategy to policy and reference, and loads deferred weights.
 
         Raises:
             ValueError: `sharding.meta_device` under FSDP1 with a baseline whose norms read weights.
@@ -474,15 +465,15 @@ class PolicyModule(pl.LightningModule):
         self.steps.guard.accumulated()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compiled blocks that are computed again are so in the thread that compiled them.
+        """Backward pass that recomputes compiled blocks in the thread that compiled them.
 
-        In another one they would be compiled anew, as its number of threads may differ, and keep other tensors then.
+        In another one, whose number of threads may differ, they would be compiled anew, and keep other tensors.
         """
         with torch.autograd.set_multithreading_enabled(False) if self._is_compiled else nullcontext():
             super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Raises if micro-batches of the step are missing; after all callbacks, one of which may drop the gradients."""
+        """Raises if micro-batches of the step are missing; after all callbacks, which may drop the gradients."""
         self.steps.guard.check_whole()
         self._updated |= any(True for _ in gradients(optimizer)) and not overflows(self.trainer, optimizer)
         self.log("optim/lr", scheduled_rate(self.trainer, optimizer))
@@ -505,13 +496,13 @@ class PolicyModule(pl.LightningModule):
         """Full weights under their Hugging Face names, one at a time; a collective if sharded.
 
         Args:
-            adapters: LoRA is not merged, see `lit_async_rl.models.weights.stream_weights`.
-            known: frozen weights that the receiver has and that do not travel, see there.
+            adapters: leave LoRA unmerged, see `lit_async_rl.models.weights.stream_weights`.
+            known: frozen weights that the receiver has, see there.
         """
         return stream_weights(self.policy, self.trainer.strategy.model, adapters, known=known)
 
     def configure_optimizers(self) -> Any:
-        """AdamW unless another was given, and the schedule, bound to this run.
+        """The optimizer and its schedule, bound to this run.
 
         Raises:
             ValueError: optimizer or scheduler state another rate or length than `learning_rate` and `max_steps`.
@@ -562,7 +553,7 @@ class PolicyModule(pl.LightningModule):
             self._validated = self._weights_now()
 
     def _weights_now(self) -> tuple[int, int]:
-        """Number of steps, and torch's counters of changes of the weights, which callbacks may change, too."""
+        """Number of steps, and torch's counters of changes of the weights, also by callbacks."""
         return self.trainer.global_step, sum(parameter._version for parameter in self.policy.parameters())
 
     @property
@@ -588,7 +579,7 @@ class PolicyModule(pl.LightningModule):
         self.validator.begin(self)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[Prediction]:
-        """Completions of each prompt, `data.validation.num_samples` of them, sampled as in a validation, unscored."""
+        """`data.validation.num_samples` completions of each prompt, sampled as in a validation, unscored."""
         return self.validator.predict(self, batch)
 
     def on_predict_epoch_end(self) -> None:
@@ -600,7 +591,7 @@ class PolicyModule(pl.LightningModule):
     def load_from_checkpoint(  # type: ignore[override]
         cls, checkpoint_path: str | os.PathLike[str], map_location: Any = None, **settings: Any
     ) -> PolicyModule:
-        """The module of a checkpoint, with its weights and the settings that it was trained with.
+        """The module of a checkpoint, with its weights and settings.
 
         Nothing in the file is executed: settings are made of classes of this package and of `torch.optim` only.
 
@@ -609,12 +600,12 @@ class PolicyModule(pl.LightningModule):
         Args:
             checkpoint_path: one file, not a folder of shards.
             map_location: device of the weights.
-            **settings: of the constructor, in the place of those in the checkpoint. What a checkpoint cannot hold
-                (functions of a script, classes of other packages) has its default unless it is given.
+            **settings: of the constructor, in place of those in the checkpoint. What a checkpoint cannot hold
+                (functions of a script, classes of other packages) has its default unless given.
 
         Raises:
-            FileNotFoundError: there is no such checkpoint, or the model that it was trained from is gone.
-            ValueError: it is refused, or is of an earlier version, without settings, and `model` is not given.
+            FileNotFoundError: there is no such checkpoint, or no longer the model that it was trained from.
+            ValueError: it is refused, or has no settings (earlier versions) and `model` is not given.
         """
         path = os.path.expanduser(checkpoint_path)
         check_checkpoint(path)
@@ -638,7 +629,7 @@ class PolicyModule(pl.LightningModule):
         return module if map_location is None else module.to(map_location)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds version and settings; drops the frozen reference and the base of adapters, see `SavedWeights`."""
+        """Adds version and settings; drops frozen weights, see `SavedWeights`."""
         checkpoint["version"] = self.version
         checkpoint["updated"] = self._updated
         self.steps.save(checkpoint, self.trainer)
@@ -660,7 +651,7 @@ class PolicyModule(pl.LightningModule):
         self.saved_weights.check(checkpoint, self.policy)
 
     def check_resumable(self, checkpoint: Mapping[str, Any]) -> None:
-        """Checks that optimizer and schedule of this module, which has its trainer, can go on from a checkpoint.
+        """Checks that optimizer and schedule of this module can go on from a checkpoint; needs a trainer.
 
         Raises:
             ValueError: they are of another kind or length.

@@ -41,17 +41,11 @@ class _Estimator:
 
 @dataclass
 class Objective:
-    """Loss of one micro-batch, composed of independent parts, the arguments of `PolicyModule`.
+    """Loss of one micro-batch, composed of independent parts: the arguments of `PolicyModule` of the same names.
 
     Attributes:
-        loss: policy loss of each token.
-        proximal: proximal policy, the denominator of the loss's ratio.
-        correction: importance weights from behavior to proximal policy; None for weights of 1.
         baseline: replaces the advantages of the batch; None keeps them.
-        kl_coefficient: weight of the KL penalty to the reference policy.
-        entropy_coefficient: weight of the entropy bonus.
-        kl_estimator: estimator of the KL penalty, see `reference_kl`.
-        distiller: adds the divergence from a teacher, or puts it in the place of the policy loss; None is neither.
+        distiller: adds the divergence from a teacher to the policy loss, or replaces that by it; None is neither.
 
     Raises:
         ValueError: parts are incompatible, see `lit_async_rl.rules.of_objective`.
@@ -99,7 +93,7 @@ class Objective:
 
     @property
     def needs_single_rows(self) -> str:
-        """The setting that a rollout of several rows is refused with, and its remedy; empty if there is none."""
+        """The setting that refuses rollouts of several rows, and its remedy; empty if there is none."""
         if self.loss.needs_single_rows:
             return f"model.loss={type(self.loss).__name__}: use a loss of tokens or of whole completions"
         if self.kl_coefficient > 0 and self.kl_estimator == "sequence":  # branches have no order of their tokens
@@ -109,7 +103,7 @@ class Objective:
         return ""
 
     def corrected(self, correction: Correction) -> Objective | None:
-        """The same objective with this correction; None if it has one, or its loss contains the ratio already."""
+        """The same objective with this correction; None if it has one, or its loss contains the ratio."""
         if self.correction is not None or self.loss.uses_proximal:
             return None
         return dataclasses.replace(self, proximal=CurrentProximal(), correction=correction)
@@ -201,7 +195,7 @@ class Objective:
         return loss, signals
 
     def _estimators(self) -> list[_Estimator]:
-        """The estimators of which the loss is the sum; of a blend those with a share, the one with a baseline first."""
+        """The estimators that the loss sums; of a blend those with a share, the one with a baseline first."""
         blend = self.correction
         if not isinstance(blend, BlendedIS):
             return [_Estimator(1.0, blend, self.baseline)]

@@ -28,7 +28,7 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 
 @dataclass(frozen=True, kw_only=True)
 class RateSchedule(ABC):
-    """A learning rate by optimizer step, as a function of the peak rate and the length of the run.
+    """A learning rate by optimizer step, peak rate and length of the run.
 
     Args:
         warmup: optimizer steps until the peak rate; below 1, that share of the run.
@@ -89,7 +89,6 @@ class _Decay(RateSchedule):
     """Linear warm-up, then a decay over the rest of the run.
 
     Args:
-        warmup: optimizer steps until the peak rate; below 1, that share of the run.
         final: share of the peak rate at the end of the run.
     """
 
@@ -215,7 +214,7 @@ def make_optimizer(
     Args:
         make: a class of optimizers, a `functools.partial` of one, or a function.
         parameters: to train.
-        learning_rate: rate of a class or partial that was given none; None leaves it to the class.
+        learning_rate: rate of a class or partial without one; None leaves it to the class.
 
     Raises:
         ValueError: it raises an error about its settings.
@@ -228,9 +227,9 @@ def make_optimizer(
 
 
 def takes_rate(make: Callable[..., Optimizer]) -> bool:
-    """Whether `make` is a class with an argument `lr`, or a partial of one; functions hide their learning rate.
+    """Whether `make` is a class with an argument `lr`, or a partial of one; functions hide their rate.
 
-    The command line's partial binds a function of its own, with the class as last argument.
+    The command line's partial binds a function, with the class as last argument.
     """
     kind: object = make.args[-1] if isinstance(make, partial) and make.args else getattr(make, "func", make)
     return isinstance(kind, type) and "lr" in inspect.signature(kind).parameters
@@ -248,8 +247,8 @@ def make_adamw(
 ) -> Optimizer:
     """AdamW, fused if torch supports it for the parameters (several times faster on the CPU, too).
 
-    Not fused with `precision: 16-mixed`: a fused optimizer unscales gradients within its step, so that Lightning
-    refuses to clip them.
+    Not fused with `precision: 16-mixed`: a fused optimizer unscales gradients in its step, so that Lightning refuses to
+    clip.
 
     Args:
         parameters: parameters to train.
@@ -267,14 +266,14 @@ def make_adamw(
 
 
 def adopt_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]], scheduler: object) -> None:
-    """Restores an optimizer's own settings after a resume, in which torch replaces them by the checkpoint's.
+    """Restores an optimizer's own settings after a resume, which replaces them by the checkpoint's.
 
-    The schedule sets the rate, and also momentum if it (or a scheduler of torch) changes that. Optimizers with several
-    parameter groups keep the checkpoint's settings, and so do those of other libraries, whose settings may be state.
+    The schedule sets the rate, and momentum if it (or a scheduler of torch) changes that. Optimizers with several
+    parameter groups keep the checkpoint's settings, as do those of other libraries, whose settings may be state.
 
     Args:
         optimizer: of this run.
-        settings: its `group_settings` as it was made; the group may have others than the optimizer's defaults.
+        settings: its `group_settings` as it was made.
         scheduler: of this run.
 
     Raises:
@@ -290,7 +289,7 @@ def adopt_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]], 
 def check_saved_groups(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Checks that parameter groups of a checkpoint are those of such an optimizer.
+    """Checks that a checkpoint's parameter groups are those of such an optimizer.
 
     Args:
         optimizer: of this run.
@@ -325,11 +324,11 @@ def check_saved_groups(
 def check_constants(optimizer: Optimizer) -> None:
     """Checks that the constants of an optimizer survive rounding to the dtype of its weights (and moments).
 
-    Logs a warning for each factor of moments that rounds to 1, so that moments never decay (0.999 in bfloat16), and for
-    a decoupled weight decay that is lost to rounding (1 - rate * decay rounds to 1).
+    Warns of factors of moments that round to 1, so that moments never decay (0.999 in bfloat16), and of a decoupled
+    weight decay that is lost (1 - rate * decay rounds to 1).
 
     Raises:
-        ValueError: an eps that is not 0 rounds to 0, so that updates without gradient would be divided by 0.
+        ValueError: a non-zero eps rounds to 0, so that updates without gradient would be divided by 0.
     """
     warnings: dict[str, None] = {}  # an ordered set
     for group in optimizer.param_groups:
@@ -358,7 +357,7 @@ def check_constants(optimizer: Optimizer) -> None:
 
 
 def _numbers(group: Mapping[str, Any], is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, float]]:
-    """(name, value) of the numeric settings of a parameter group; entries of a tuple are named `name[position]`."""
+    """(name, value) of numeric settings of a parameter group; entries of a tuple are `name[position]`."""
     for key, value in group.items():
         if is_wanted(key):
             for position, entry in enumerate(value if isinstance(value, tuple | list) else [value]):
@@ -368,10 +367,10 @@ def _numbers(group: Mapping[str, Any], is_wanted: Callable[[str], bool]) -> Iter
 
 @torch.no_grad()
 def lost_share(parameters: Iterable[nn.Parameter], lr: float) -> float:
-    """Share of the trained weights that do not change in a step of Adam (of size `lr`), because of their dtype.
+    """Share of the trained weights that a step of Adam (of size `lr`) does not change.
 
-    An update below half the distance to the next number of the dtype is lost to rounding. Estimated from a sample of
-    each tensor; for sharded tensors from this rank's shard.
+    An update below half the distance to the dtype's next number is lost to rounding. Estimated from a sample of each
+    tensor, or of this rank's shard.
     """
     lost = total = 0.0
     for parameter in parameters:
@@ -431,7 +430,7 @@ class BoundSchedule(LRScheduler):
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues this run's schedule at the saved step, and overwrites the rates that the optimizer restored.
+        """Continues this run's schedule at the saved step, in place of the rates that the optimizer restored.
 
         Reads the state of any torch scheduler.
         """

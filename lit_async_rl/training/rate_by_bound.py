@@ -1,13 +1,13 @@
-"""Learning rate by staleness bound: by which factor the rate of a synchronous run has to be lowered.
+"""Learning rate by staleness bound: the factor on the rate of a synchronous run.
 
 The bias of a stale gradient is of order S eta, the bound times the rate (arXiv:2607.01083): from some bound S_0 on,
-twice the lag asks for half of the rate,
+twice the lag asks for half the rate,
 
     factor(S) = max(F, min(1, S_0 / S))
 
-S_0 depends on what the loss does about stale data, and was fitted to the staleness benchmark. F is the lowest rate that
-was searched there; between the lags of 16 and 64 the best rate did not fall further. It is fitted and tested in
-`benchmarks/staleness/rate_by_bound.py`, and docs/stabilizers.md says how good it is.
+S_0 depends on what the loss does about stale data, and was fitted to the staleness benchmark. F is the lowest rate
+searched there; between the lags of 16 and 64 the best rate did not fall further. The rule is fitted and tested in
+`benchmarks/staleness/rate_by_bound.py`; docs/stabilizers.md says how good it is.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ WHOLE_RATE_UP_TO = {
 def handling(
     loss: PolicyLoss, correction: Correction | None = None, baseline: OptimalBaseline | None = None
 ) -> Handling | None:
-    """Treatment of stale data by these parts of an objective; None for losses that were not measured."""
+    """Treatment of stale data by an objective; None for losses that were not measured."""
     if baseline is not None:
         return Handling.OPTIMAL_BASELINE
     if isinstance(loss, SEQUENCE_LOSSES):
@@ -77,8 +77,8 @@ def handling(
 def rate_factor(max_staleness: int, kind: Handling | None, weight_sync_steps: int = 1) -> float:
     """Factor on the learning rate of a synchronous run at this bound; 1 where nothing is known.
 
-    The lag counts optimizer steps: if weights are published every k steps, data of S versions are up to (S + 1) k - 1
-    steps old. Only k = 1 was measured.
+    The lag counts optimizer steps: with weights published every k steps it is up to (S + 1) k - 1. Only k = 1 was
+    measured.
 
     Example:
         ```python
@@ -90,7 +90,7 @@ def rate_factor(max_staleness: int, kind: Handling | None, weight_sync_steps: in
 
     Args:
         max_staleness: S, in versions.
-        kind: what the objective does about stale data, see `handling`.
+        kind: treatment of stale data, see `handling`.
         weight_sync_steps: k, optimizer steps between publications.
     """
     lag = (max_staleness + 1) * weight_sync_steps - 1

@@ -26,10 +26,9 @@ def on_support(stats: TokenStats, batch: RolloutBatch) -> TokenStats:
 
         log pi(S) = log pi(H) - log q(H)
 
-    This is exact if all of S is recorded, because q(H) is then 1. Otherwise it is exact for the sampling policy (its q
-    is pi / pi(S)), so that fresh data have ratios of 1 with a head of any size. For another policy it assumes that the
-    tokens of S outside of H have kept their share of S. Without truncation nothing changes. The entropy is that of the
-    whole distribution.
+    This is exact if all of S is recorded (q(H) is 1), and for the sampling policy (its q is pi / pi(S)), so that fresh
+    data have ratios of 1 with a head of any size. Otherwise it assumes that the tokens of S outside of H have kept
+    their share of S. Without truncation nothing changes. The entropy is that of the whole distribution.
     """
     if batch.head_logprobs is None or stats.head.shape[-1] == 0:
         return stats
@@ -53,7 +52,7 @@ def token_stats(
         batch: the micro-batch.
         entropy_grad: differentiate the entropy.
         experts: to replay.
-        more_ids: further tokens at each position, whose log-probabilities become `more`, over all tokens.
+        more_ids: further tokens at each position; their log-probabilities, over all tokens, become `more`.
         compare: see `CausalPolicy.forward`; also over all tokens.
     """
     known = [ids for ids in (batch.head_ids, more_ids) if ids is not None]

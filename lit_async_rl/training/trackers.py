@@ -1,4 +1,4 @@
-"""Loggers of a run: a CSV log that survives a full disk, Trackio, and tables and files of trackers."""
+"""Loggers: a CSV log that survives a full disk, Trackio, and tables and files of trackers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 class CSVLog(CSVLogger):
     """Lightning's `CSVLogger`, with the same arguments and file format.
 
-    On a full disk it logs one warning, keeps the file intact, and writes the rows once there is space. With an existing
-    `version`, as after a resume, rows are appended. Without `version`, the next free folder is created at once, so that
-    two runs that start together get one each. While a Trainer runs, the folder is locked against other processes.
+    On a full disk it warns once, keeps the file intact, and writes the rows once there is space. With an existing
+    `version`, as after a resume, rows are appended. Otherwise the next free folder is created at once, so that runs
+    that start together get one each. While a Trainer runs, the folder is locked against other processes.
 
     Attributes:
         made_folders: folders created for this run, the run's own first.
@@ -142,8 +142,8 @@ class TrackioLogger(Logger):
     Args:
         project: name of the project.
         name: name of the run; None lets Trackio choose one.
-        save_dir: folder of the database; None is Trackio's default, shown by `trackio show`. Another one is shown by
-            `TRACKIO_DIR=<folder> trackio show`. A process can use only one folder.
+        save_dir: folder of the database; None is Trackio's default. `trackio show` needs `TRACKIO_DIR=<folder>` for
+            another. A process can use only one.
         settings: other arguments of `trackio.init`.
     """
 
@@ -201,7 +201,7 @@ class TrackioLogger(Logger):
         return self._run
 
     def _choose_folder(self) -> None:
-        """Sets the folder in the environment, where Trackio reads it at its import."""
+        """Sets the folder in the environment, which Trackio reads at its import."""
         if self._save_dir is None:
             return
         before = os.environ.get("TRACKIO_DIR")
@@ -236,7 +236,7 @@ class TrackioLogger(Logger):
 
 
 def step_in_trackers(trainer: AnyTrainer) -> int:
-    """Step at which Lightning logs the metrics of the running optimizer step, counted from 0."""
+    """Step at which Lightning logs the running optimizer step, from 0."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
@@ -257,7 +257,7 @@ def log_validation(trainer: AnyTrainer, metrics: Mapping[str, float]) -> None:
 
 
 def log_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-    """Adds a table to a tracker that supports tables; TensorBoard gets `prompt`, `completion` and `reward` as text."""
+    """Adds a table to a tracker that supports them; TensorBoard gets `prompt`, `completion` and `reward` as text."""
     data = [list(row) for row in rows]
     if isinstance(logger, WandbLogger):
         logger.log_table(name, columns=list(columns), data=data, step=step)
@@ -299,7 +299,7 @@ def log_file(logger: Logger, path: Path, kind: str) -> None:
 
 
 def move_into_folder(logger: Logger, log: CSVLogger) -> None:
-    """Makes TensorBoard or W&B, before they write anything, use the folder of a CSV log."""
+    """Makes TensorBoard or W&B use the folder of a CSV log, before they write anything."""
     if isinstance(logger, WandbLogger):
         logger._save_dir = log.log_dir
         # absolute: W&B's service is another process, and stays in the folder in which the first run started it

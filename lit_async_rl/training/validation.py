@@ -35,21 +35,21 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Completions that the policy sampled for one prompt, unscored: what `trainer.predict` returns lists of."""
+    """Unscored completions of one prompt; `trainer.predict` returns lists of them."""
 
     prompt: Prompt
     completions: tuple[str, ...]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Prediction:
-        """Returns the prediction itself, which has no tensors: Lightning moves what `trainer.predict` returns."""
+        """Returns itself: Lightning moves what `trainer.predict` returns, but this has no tensors."""
         return self
 
 
 class Validator(torch.nn.Module):
     """Samples and scores held-out prompts and averages over all ranks.
 
-    A completion is correct if its reward is at least `data.validation.success_reward`. Every validation samples with
-    the same random numbers, so that differences between validations are due to the policies.
+    A completion is correct if its reward is at least `data.validation.success_reward`. Every validation uses the same
+    random numbers, so that differences are due to the policies.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class Validator(torch.nn.Module):
     def _half_widths(self, num: int) -> dict[str, float]:
         """95 % half-widths of the averages over `num` prompts, which count as independent. A collective.
 
-        Shares of correct completions get two correct and two wrong prompts more (Agresti and Coull, 1998), so that no
+        For shares of correct completions two correct and two wrong prompts are added (Agresti and Coull, 1998): no
         half-width is 0 because all prompts agree.
         """
         names = ["val/reward", "val/pass@1", f"val/pass@{self.num_samples}"]
@@ -210,7 +210,7 @@ class Validator(torch.nn.Module):
 
 @contextmanager
 def decodable(lm: PreTrainedModel) -> Iterator[None]:
-    """Context in which a model with a training-only attention kernel (`flex_attention`) uses one that can decode."""
+    """Context in which a model with `flex_attention`, which only trains, uses a kernel that can decode."""
     chosen = lm.config._attn_implementation
     if chosen in ("sdpa", "eager"):
         yield

@@ -1,8 +1,7 @@
 """Runs of Weights & Biases: group and tags, best values, steps repeated by a resumed run, and the sync command.
 
 A resumed run repeats steps after its checkpoint. `metrics.csv` sets their earlier rows aside, but W&B keeps both.
-Therefore the metrics that a W&B run has logged are read from its transaction log (`wandb/*run-*-ID/run-ID.wandb`), and
-not logged again.
+Metrics in a W&B run's transaction log (`wandb/*run-*-ID/run-ID.wandb`) are therefore not logged again.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ def _without_ungrouped(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare_logging(logger: WandbLogger, folder: Path | None = None, run_id: str = "") -> None:
-    """Makes a logger keep the largest reward and accuracy in the run's summary, and log each value of a step once.
+    """Keeps the largest reward and accuracy in the run's summary, and logs each value of a step once.
 
-    In a sweep, the summary keeps the last value, because W&B's search compares the summary.
+    In a sweep, the summary keeps the last value, which W&B's search compares.
 
     Args:
         logger: logger that has not logged yet.
@@ -117,7 +116,7 @@ LAST_FRAGMENT = 4
 
 
 def read_records(file: Path) -> Iterator[Any]:
-    """The records of a transaction log, as protocol buffers, up to an incomplete one after a crash.
+    """The records of a transaction log, as protocol buffers, up to one that a crash cut off.
 
     The format is a header followed by LevelDB's log: blocks of 32 KiB with fragments of records.
     """

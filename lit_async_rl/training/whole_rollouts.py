@@ -1,8 +1,8 @@
 """Rollouts of several rows: the unit of sequence weights, baselines and effective samples is the rollout.
 
-Each token that the policy sampled trains in exactly one row. The rows of a rollout are put side by side, as one row of
-all its tokens, so that losses, corrections and baselines, which sum over rows, count each token of a rollout once. B
-rows of T positions belong to R rollouts of at most n rows each.
+Each sampled token trains in exactly one row. The rows of a rollout are put side by side, as one row, so that losses,
+corrections and baselines, which sum over rows, count each token once. B rows of T positions belong to R rollouts of at
+most n rows.
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ log = logging.getLogger(__name__)
 class SavesBetweenUpdates:
     """Replaces `trainer.save_checkpoint`, for all its callers (user callbacks, Lightning's, ours).
 
-    Between `on_before_optimizer_step` and the end of the optimizer's step some callbacks have processed the step and
-    others have not, and weights may have changed while counters have not: a checkpoint from there could not be resumed
-    correctly.
+    Between `on_before_optimizer_step` and the end of the optimizer's step, only some callbacks have processed the step,
+    and weights may have changed while counters have not: a checkpoint could not be resumed correctly.
 
     Args:
         trainer: whose method is replaced, until `remove`.
@@ -51,7 +50,7 @@ class SavesBetweenUpdates:
         self._pending.append(lambda: self._save(filepath, weights_only, storage_options))
 
     def after_saves(self, task: Callable[[], None]) -> None:
-        """Calls `task` once all that was to be saved so far was handed to the writer: now, or at the update's end."""
+        """Calls `task` once the writer has all that was to be saved so far: now, or at the update's end."""
         if self._pending:
             self._pending.append(task)
         else:
@@ -75,19 +74,18 @@ REPLACED = ("after_save_checkpoint", "finalize")
 
 
 def tell_loggers_after_saving(trainer: AnyTrainer) -> None:
-    """Defers `after_save_checkpoint` of all loggers, until their `finalize`, to when the checkpoint's file is complete.
+    """Defers `after_save_checkpoint` of all loggers to when the checkpoint's file is complete.
 
-    Lightning calls it when `Trainer.save_checkpoint` returns, at which time a checkpoint that is written in the
-    background, or at the end of an update, is not there yet: trackers would find nothing to upload. Loggers are called
-    in the thread that writes, so training does not wait for an upload (the next checkpoint does); not at all if the
-    file could not be written. What a logger gets is a copy of the `ModelCheckpoint` as it was at its save, with the
-    checkpoint itself in place of a link to it.
+    Lightning calls it when `Trainer.save_checkpoint` returns, before a checkpoint written in the background, or at the
+    end of an update, is there to be uploaded. The writing thread calls the loggers, so training does not wait for an
+    upload (the next checkpoint does). If the file could not be written, they are not called. They get a copy of the
+    `ModelCheckpoint` as it was at its save, with the checkpoint itself in place of a link to it.
 
-    `finalize` waits for all that is being written, after a failure, too. An error of a tracker in either is a warning:
-    it takes neither the run nor its checkpoints along.
+    `finalize` waits for pending writes, also after a failure, and restores both methods. An error of a tracker in
+    either is a warning only.
 
     Args:
-        trainer: that is about to train. Nothing happens to a logger that was prepared already.
+        trainer: about to train; loggers prepared before stay as they are.
     """
     for logger in trainer.loggers:
         if not any(name in vars(logger) for name in REPLACED):
@@ -148,7 +146,7 @@ class _Notices:
 
 
 def _copied(checkpoint_callback: Any) -> Any:
-    """A `ModelCheckpoint` with the values that it has now; Lightning hands out a proxy of it."""
+    """Copy of a `ModelCheckpoint`, of which Lightning hands out a proxy."""
     kind = checkpoint_callback.__class__
     copied = kind.__new__(kind)
     for name, value in checkpoint_callback.__dict__.items():
@@ -180,7 +178,7 @@ class StepGuard:
         self._is_accumulated = False
 
     def admit(self, batch: RolloutBatch, batch_idx: int, global_step: int, version: int) -> None:
-        """Checks the next micro-batch; one without a step (of another data module) only for the age of its tokens.
+        """Checks the next micro-batch; without a step (other data modules) only the age of its tokens.
 
         Args:
             batch: to be trained on.
@@ -238,7 +236,7 @@ class StepGuard:
         return self.step == global_step
 
     def is_updating(self, global_step: int) -> bool:
-        """Whether the step's gradient is complete, so that callbacks and optimizer are about to use it."""
+        """Whether the step's gradient is complete, and the optimizer has not stepped."""
         return self.is_within(global_step) and self._is_accumulated and self.num_admitted == self.num_micro_batches
 
 
@@ -266,7 +264,7 @@ def check_staleness(batch: RolloutBatch, version: int) -> None:
 def count_whole_steps(checkpoint: dict[str, Any], micro_batches_per_step: int, in_future: int | None = None) -> None:
     """Resets a checkpoint saved within an optimizer step to the start of that step.
 
-    The step's gradients are not saved. `processed` counts a step's last micro-batch only after the optimizer's step.
+    `processed` counts a step's last micro-batch only after the optimizer's step.
 
     Args:
         checkpoint: changed in place.
@@ -305,7 +303,7 @@ class WholeSteps:
         self._saves: SavesBetweenUpdates | None = None
 
     def begin_fit(self, trainer: AnyTrainer) -> None:
-        """Starts over, and takes over when checkpoints are written and loggers are told of them."""
+        """Starts over, and takes control of when checkpoints are written and loggers are told."""
         self.guard = guard = StepGuard()
         self._saves = SavesBetweenUpdates(trainer, lambda: guard.is_updating(trainer.global_step))
         tell_loggers_after_saving(trainer)
@@ -322,7 +320,7 @@ class WholeSteps:
             self._saves = None
 
     def save(self, checkpoint: dict[str, Any], trainer: AnyTrainer) -> None:
-        """Adds the random state, within a step that of its start, and has the counters begin with that step."""
+        """Adds the random state, and within a step resets it and the counters to the step's start."""
         began = self.guard.random_state if self.guard.is_within(trainer.global_step) else None
         checkpoint["random_state"] = torch.get_rng_state() if began is None else began
         checkpoint["micro_batches_per_step"] = trainer.accumulate_grad_batches
@@ -332,8 +330,8 @@ class WholeSteps:
     def load(checkpoint: dict[str, Any], trainer: AnyTrainer | None) -> None:
         """Inverse of `save`; converts Lightning's counters to this run's micro-batches.
 
-        Nothing where there is no trainer: an export, and `load_from_checkpoint`, go on with the random numbers of the
-        program that calls them.
+        Does nothing without a trainer: an export and `load_from_checkpoint` keep the random numbers of the calling
+        program.
         """
         if trainer is None:
             return
