@@ -41,7 +41,7 @@ class Evaluation(pl.Callback):
     uses one version, in a separate batch between two training batches.
 
     Logs `eval/<data set>/pass@1`, `pass@k` (unbiased: 1 - C(n - c, k) / C(n, k), Chen et al. 2021, arXiv:2107.03374)
-    and `reward`, the same of all prompts together without a data set, `eval/version`, `oldest_version`,
+    and `reward`, the same for all prompts together (without a data set), `eval/version`, `oldest_version`,
     `newest_version`, `mean_version`, `seconds` and `blocked_s`, on rank 0, at the step in which the evaluation ends.
 
     Args:
