@@ -567,8 +567,9 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
-        """Context of a run of several fits and validations: what their engines share, such as an environment, is closed
-        at its end and not at that of each.
+        """Context of a run of several fits and validations: closes what their engines share at its end.
+
+        Without it an environment is closed at the end of each of them.
         """
         self._is_kept_open = True
         self._begin()
