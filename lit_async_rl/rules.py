@@ -185,7 +185,7 @@ def of_compilation(torch_compile: bool, baseline: OptimalBaseline | None) -> Ite
 
 
 def of_truncation(sampling: SamplingParams, engine: RolloutEngine | None) -> Iterator[str]:
-    """A truncated sampler, whose choice must be recorded, as the default engine, None, does."""
+    """A truncated sampler, whose choice of tokens must be recorded; the default engine, None, does that."""
     if sampling.truncates and engine is not None and engine.has_model and not engine.records_heads:
         yield (
             f"{truncations(sampling)} with data.engine={_name(engine)}, which does not record the tokens that a "

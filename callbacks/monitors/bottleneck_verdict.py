@@ -94,7 +94,7 @@ class StepLoad:
 
 
 def adjustable_settings(data: RolloutDataModule, pl_module: AnyModule, load: StepLoad, num_ranks: int = 1) -> Settings:
-    """For each possible bottleneck, a setting that can still be changed; `num_ranks` counts this machine's."""
+    """For each possible bottleneck, a setting that can still be changed, with `num_ranks` trainers on this machine."""
     sync_steps = data.weight_sync_steps
     is_spare = num_busy_threads(data, pl_module, num_ranks) + num_ranks <= num_cores()
     return Settings(

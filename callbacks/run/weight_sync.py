@@ -23,9 +23,9 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class WeightSync(pl.Callback):
     """Publishes the policy every `data.weight_sync_steps` optimizer steps.
 
-    It increments the version and publishes only weights that changed: if every update since the last publication was
-    skipped (for example by `GradientAlignmentControl`), the engine keeps its weights. Admission advances either way.
-    Logs `perf/weight_sync_s`, the seconds that the trainer spent publishing.
+    It publishes weights, and increments the version, only if they changed: if every update since the last publication
+    was skipped (for example by `GradientAlignmentControl`), the engine keeps its weights. Admission advances either
+    way. Logs `perf/weight_sync_s`, the seconds that the trainer spent publishing.
 
     Before training it copies settings, so that each is given once: `data.model` is by default the module's,
     `accumulate_grad_batches` is `data.micro_batches_per_step`, and groups stay whole if the loss or baseline needs it.

@@ -236,7 +236,7 @@ _NO_VALUE = f"{NO_VALUE} null: leave it out for its default"
 
 
 def check_sections(args: Sequence[str], actions: Iterable[argparse.Action]) -> None:
-    """Refuses a list, text or number in place of settings in a file, on which the parser crashes, or ignores it.
+    """Refuses a list, text or number in place of settings in a file: the parser would crash or ignore it.
 
     Args:
         args: of the command line.

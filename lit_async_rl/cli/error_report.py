@@ -387,7 +387,7 @@ def _wrong_type(refusals: Sequence[_Refusal]) -> str | None:
 
 
 def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
-    """A file, no class, or a class of another kind, where a class or function is expected."""
+    """A file, a name of no class, or a class of another kind, where a class or function is expected."""
     value = refusal.chosen or refusal.value
     bases = list(classes_in(hint))
     takes_functions = "Callable" in str(hint)

@@ -176,7 +176,7 @@ def _why_rows(parts: Sequence[TreePart[_Row]], separate: Sequence[Sequence[_Row]
 def _with_sources(
     batches: Sequence[RolloutBatch], groups: Sequence[RolloutGroup], source_of: Callable[[Prompt], int]
 ) -> list[RolloutBatch]:
-    """Batches with the number of each row's source; padding has the first."""
+    """Batches with the number of each row's source; rows of padding have the first."""
     sources = {group.index: source_of(group.prompt) for group in groups}
     return [
         batch.replace(source=torch.tensor([sources.get(index, 0) for index in batch.group_index.tolist()]))

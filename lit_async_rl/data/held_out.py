@@ -53,7 +53,7 @@ class HeldOut:
     def batches(
         self, codec: TextCodec, rank: int, num_ranks: int, source: PromptSource | None = None
     ) -> Iterable[PromptBatch]:
-        """This rank's batches of the usable prompts of a source, by default `data.validation.prompts`.
+        """This rank's batches of usable prompts of a source, by default `data.validation.prompts`; none without any.
 
         Raises:
             ValueError: see `UsablePrompts` and `lit_async_rl.data.settings.check_ends`.

@@ -243,7 +243,7 @@ class RolloutDataModule(pl.LightningDataModule):
         )
 
     def replace_engine(self, engine: RolloutEngine) -> None:
-        """Lets another engine sample, before the first fit: one around the configured, say."""
+        """Lets another engine sample, before the first fit: one around the configured engine, say."""
         rules.refuse(rules.of_engine(engine, self.reward, self.admission, sampling=self.sampling))
         self._make_source(engine)
         self._use_grader()

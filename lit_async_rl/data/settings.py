@@ -159,7 +159,7 @@ class Limits:
 
 
 def with_support(sampling: SamplingParams, engine: RolloutEngine | None) -> SamplingParams:
-    """Records the tokens that a truncated sampler could choose; logs what was set.
+    """Adds recording of the tokens that a truncated sampler could choose; logs what was set.
 
     Without it importance ratios would compare a distribution over few tokens with one over all. Engines without a model
     are left alone.

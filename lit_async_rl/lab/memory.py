@@ -65,7 +65,7 @@ class TrainingMemory:
         weights: parameters and buffers.
         gradients: of all trained parameters.
         moments: states of AdamW.
-        peak: all of these and everything else, at most.
+        peak: largest sum of these and everything else.
     """
 
     weights: int

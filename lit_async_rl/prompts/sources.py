@@ -323,8 +323,8 @@ class CsvPrompts(FilePrompts):
 def _with_answers(records: Mapping[int, Mapping[str, Any]], field: str | None) -> Mapping[int, Mapping[str, Any]]:
     """Rows of a CSV file with the answers that pandas and Arrow read from it.
 
-    An empty cell is no answer, since an empty completion would equal it. In a column of numbers 72.0 is 72, as tables
-    with gaps write integers.
+    An empty cell is no answer, since an empty completion would equal it. In a column of numbers 72.0 is 72, since
+    tables with gaps write integers so.
     """
     if field is None or not all(field in record for record in records.values()):
         return records

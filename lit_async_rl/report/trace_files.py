@@ -106,7 +106,7 @@ class Timeline:
         self._offset.append(offset)
 
     def _record_name(self, event: dict[str, Any], thread: tuple[int, int]) -> None:
-        """Records names of processes and threads, and when only some steps began to be recorded."""
+        """Records names of processes and threads, and the time from which only some steps were recorded."""
         kind = event.get("ph")
         name = event.get("name")
         args = event.get("args") or {}

@@ -90,7 +90,7 @@ class CodeReward(Rebuildable):
         timeout_s: time limit for all cases of a completion; must be less than `data.scoring.timeout_s`.
         limits: of each program.
         level: level of isolation, see `Sandbox`.
-        allow_unsandboxed: whether resource limits may do where namespaces are unavailable.
+        allow_unsandboxed: whether resource limits suffice where namespaces are unavailable.
         readable: see `Sandbox`.
         python_path: see `Sandbox`.
         preload: see `Sandbox`.

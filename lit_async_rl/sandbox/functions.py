@@ -19,7 +19,7 @@ def find_function(program: Mapping[str, Any], name: str, may_be_method: bool) ->
     Args:
         program: its global names.
         name: of the function.
-        may_be_method: whether a method of a class `Solution` may do, as on LeetCode.
+        may_be_method: whether it may be a method of a class `Solution`, as on LeetCode.
 
     Raises:
         NameError: there is none.

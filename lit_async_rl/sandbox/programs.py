@@ -70,7 +70,7 @@ def run(task: dict[str, Any]) -> NoReturn:
 
 
 def _run_tests(doc: dict[str, Any]) -> int:
-    """Program and tests in one process: the verdict goes to the channel, marked as the program cannot."""
+    """Program and tests in one process: the verdict goes to the channel, with a mark unknown to the program."""
     with socket.socket(fileno=CHANNEL) as channel:
         mark = doc.pop("mark")
         result = tests.run_tests(doc)

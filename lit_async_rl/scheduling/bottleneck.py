@@ -175,8 +175,8 @@ _NO_SETTING: dict[Side, str] = {
 def diagnose(intervals: Intervals, settings: Settings) -> Verdict:
     """The bottleneck of a window.
 
-    Cheap remedies come first: removing waiting costs only staleness, so waiting is named from `MIN_SHARE` on; then
-    publication, then the longest side.
+    Cheap remedies come first: removing waiting costs only staleness, so it is named as soon as waiting costs
+    `MIN_SHARE`; then publication, then the longest side.
     """
     i = intervals
     lost = i.wall_s - i.longest_s

@@ -125,7 +125,7 @@ def _is_plain(annotation: Any) -> bool:
 def as_reward(value: Any) -> float:
     """A reward as a float. Takes a bool, a number, a `Decimal` or `Fraction`, or a single element of numpy or torch.
 
-    Strings are refused, even numbers: they are more often a judge model's unparsed answer.
+    Strings are refused, even numeric ones: they are more often a judge model's unparsed answer.
 
     Raises:
         TypeError: the value is not a real number.
@@ -160,7 +160,7 @@ def find_other_kind(values: Mapping[str, Any], kinds: Mapping[str, type]) -> str
 
 @functools.cache
 def wanted_classes(init: Callable[..., Any]) -> dict[str, tuple[type, bool, bool]]:
-    """Settings of a constructor that are objects of this package: (class, whether None or functions will do).
+    """Settings of a constructor that are objects of this package: (class, whether None, whether functions will do).
 
     Protocols, such as `Records`, are left out: they take lists, too.
     """
