@@ -73,7 +73,7 @@ def own_log_dir(trainer: AnyTrainer) -> str | None:
 
 
 def writing_folder(trainer: AnyTrainer) -> Path | None:
-    """As `run_folder`, for what writes there later: user code may have changed the working folder by then."""
+    """As `run_folder`, made absolute: user code may change the working folder before something is written."""
     folder = run_folder(trainer)
     return None if folder is None or "://" in str(folder) else absolute(folder)
 

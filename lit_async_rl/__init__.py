@@ -3,9 +3,9 @@
     Prompt -> Rollout -> RolloutGroup -> RolloutBatch -> loss per token -> gradient -> weights -> engine
     prompts   engines    rollouts        data            losses           training     WeightSync
 
-Nothing downstream calls upstream, except `WeightSync`, which closes the circle: it hands the engine the new weights and
-gives the producer its slots back. All public names (`NAMES`) are attributes of this package, imported when they are
-first used; `__all__` and `dir` show those that most runs begin with, the documentation shows all.
+Nothing downstream calls upstream, except `WeightSync`, which hands the engine the new weights and the producer its
+slots. All public names (`NAMES`) are attributes of this package, imported on first use; `__all__` and `dir` show those
+that most runs begin with, the documentation shows all.
 """
 
 import sys
@@ -36,7 +36,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")  # in notebooks
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name. A person who waits for the first of those that need all libraries is told why."""
+    """Imports a public name; in a terminal, announces the first import that needs all libraries."""
     if name in _NEED_ALL and sys.stderr is not None and sys.stderr.isatty():
         from lit_async_rl.utils.loading import loading
 
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _strict(found: Any) -> Any:
-    """A public name; a class whose constructor refuses None where its annotations do."""
+    """A public name; constructors of classes refuse None where annotations do."""
     if isinstance(found, type):
         from lit_async_rl.utils.checks import refuse_none
 

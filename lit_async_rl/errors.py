@@ -13,8 +13,8 @@ class RewardError(RuntimeError):
     """A reward function raised, returned a value that is not a finite number, or timed out.
 
     Attributes:
-        is_final: whether another try is of no use, because the reward has tried itself.
-        ends_run: whether the run ends even where `data.scoring.tries` would leave the prompt out.
+        is_final: whether another try is of no use.
+        ends_run: whether the run ends even where `data.scoring.tries` would skip the prompt.
     """
 
     is_final = False
@@ -22,13 +22,13 @@ class RewardError(RuntimeError):
 
 
 class LostRewardError(RewardError):
-    """The process that called a reward is gone, or its machine: perhaps through no fault of the reward."""
+    """The process that called a reward, or its machine, is gone, perhaps through no fault of the reward."""
 
     is_lost = True
 
 
 class FinalRewardError(RewardError):
-    """A reward that tries by itself, such as a judge, has failed in all of its tries."""
+    """A reward that retries itself, such as a judge, has failed in all tries."""
 
     is_final = True
 
@@ -52,7 +52,7 @@ class EnvironmentFailure(RuntimeError):
 
 
 class LostEnvironment(EnvironmentFailure):
-    """The process of an environment's episode is gone, or its machine."""
+    """The process of an environment's episode, or its machine, is gone."""
 
     is_lost = True
 
@@ -77,8 +77,7 @@ class LastCheckpointError(OSError):
     """The last checkpoint of a run was not written, because the disk is full; the message says which steps are lost.
 
     Attributes:
-        trainer: of the run that ended, whose `save_checkpoint` can still save it to another place; None outside of
-            Python runs.
+        trainer: of the ended run, whose `save_checkpoint` can still save elsewhere; None outside of Python runs.
     """
 
     trainer: object = None
@@ -93,7 +92,7 @@ class ProbeWanted(RuntimeError):
 
 
 def describe(error: BaseException) -> str:
-    """Message of an exception, prefixed with its type where the message alone is unclear (`KeyError: 0`)."""
+    """Message of an exception, with its type where the message alone is unclear (`KeyError: 0`)."""
     message = str(error).strip()
     is_sentence = isinstance(error, (ValueError, OSError, RuntimeError)) and " " in message
     if is_sentence and not isinstance(error, UnicodeError):

@@ -28,7 +28,7 @@ def masked_quantiles(
 ) -> Float[Tensor, " Q"]:
     """Quantiles (nearest lower rank) of the values in `mask`; zeros if there are none.
 
-    Sorts instead of calling `torch.quantile`, which refuses more than 16M values.
+    Sorts, because `torch.quantile` refuses more than 16M values.
     """
     chosen = values[mask].sort().values
     if chosen.numel() == 0:
@@ -85,7 +85,7 @@ def ess_ratio(log_weights: Float[Tensor, " B"]) -> Float[Tensor, ""]:
     """Effective sample size as a share of the sample, between 1/B and 1.
 
     VCPO (arXiv:2602.17616) takes it of raw sequence weights over all trajectories of an optimizer step; PipelineRL
-    (arXiv:2509.19128) of token weights. The two are not comparable; the argument decides which one is computed.
+    (arXiv:2509.19128) of token weights. The two are not comparable; the argument decides which it is.
     """
     return effective_sample_size(log_weights) / max(log_weights.numel(), 1)
 
@@ -103,7 +103,7 @@ def kl_k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def kl_k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Estimate r - 1 - log r: unbiased for KL(mu || pi) under samples of mu, never negative. Schulman 2020.
 
-    Beyond log r = 20 the ratio r continues as its tangent, so that values are finite and gradients keep their sign.
+    Beyond log r = 20, r continues as its tangent, so that values are finite and gradients keep their sign.
     """
     excess = (log_ratio - MAX_LOG_RATIO).clamp(min=0.0)
     return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) + math.exp(MAX_LOG_RATIO) * excess - log_ratio
@@ -114,9 +114,9 @@ def second_moment_excess(
 ) -> Bool[Tensor, "*shape"]:
     """Mask of the fewest largest eligible values whose removal brings the mean of the rest to at most `budget`.
 
-    Of all ranks together: a collective. Equal to dropping the largest repeatedly while the mean is above the budget
-    (M2PO, arXiv:2510.01161, algorithm 1), in one sort: the remaining means are suffix means of the sorted values. Equal
-    values are dropped together, so that neither their order nor their ranks matter.
+    Over all ranks: a collective. Equals dropping the largest repeatedly while the mean is above the budget (M2PO,
+    arXiv:2510.01161, algorithm 1), in one sort: the remaining means are suffix means of the sorted values. Equal values
+    are dropped together, so neither order nor ranks matter.
     """
     values = gather_over_ranks(squares[eligible].double()).sort(descending=True).values
     suffix_means = values.flip(0).cumsum(0).flip(0) / torch.arange(values.numel(), 0, -1, device=values.device)
@@ -142,7 +142,7 @@ def sum_over_ranks(values: Num[Tensor, "*shape"]) -> Num[Tensor, "*shape"]:
 
 
 def gather_over_ranks(values: Float[Tensor, " N"]) -> Float[Tensor, " M"]:
-    """Values of all ranks, of which each may have another number; `values` itself without `torch.distributed`.
+    """Values of all ranks, which may differ in number; `values` itself without `torch.distributed`.
 
     A collective: all ranks call.
     """

@@ -1,6 +1,6 @@
-"""Problems: what the policy is asked, and the score of its answer. Imports nothing large.
+"""Problems: what the policy is asked, and the score of its answer.
 
-Rewards and agents in processes of their own get a `Prompt`: they start in a tenth of a second, without torch.
+Imports nothing large: rewards and agents in processes of their own start in a tenth of a second, without torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ TEMPLATE_KWARGS = "chat_template_kwargs"
 
 
 def checked_messages(messages: Any) -> tuple[dict[str, Any], ...]:
-    """Validates a conversation that a completion can follow, and drops keys that are None (as tables have them).
+    """Validates a conversation that a completion can follow, and drops keys that are None.
 
-    A content of parts (`[{"type": "text", "text": ...}]`) becomes their texts, one after the other.
+    Content in parts (`[{"type": "text", "text": ...}]`) becomes their joined texts.
 
     Raises:
         ValueError: it is malformed, or ends with a system or developer message.
@@ -42,7 +42,7 @@ def _joined_parts(content: Any, number: int) -> Any:
     """The text of a content that is a list of parts; any other as it is.
 
     Raises:
-        ValueError: a part is no text (an image, say), which a causal language model cannot read.
+        ValueError: a part is no text (an image, say).
     """
     if not isinstance(content, list | tuple) or not content:
         return content
@@ -54,7 +54,7 @@ def _joined_parts(content: Any, number: int) -> Any:
 
 
 class Score(float):
-    """A reward that was combined from named parts; a float wherever the parts do not matter.
+    """A reward combined from named parts; a float wherever these do not matter.
 
     Attributes:
         parts: the parts that apply to the completion, by name.
@@ -77,12 +77,12 @@ class Prompt:
 
     Attributes:
         text: the prompt; for messages a readable form for logs, one line `role: content` per message.
-        messages: conversation to which the model's chat template is applied. Each message has a `role` (system,
-            developer, user, assistant or tool) and its text, `content`; other keys are passed to the template.
+        messages: conversation for the model's chat template. Each message has a `role` (system, developer, user,
+            assistant or tool) and its text, `content`; the template gets other keys, too.
         answer: reference answer.
         metadata: passed to the reward unchanged.
-        other_answers: accepted besides `answer`. The rewards of this library count the one that fits best.
-        answer_value: what the record has for the answer, such as a number or a list, for rewards in TRL's form.
+        other_answers: accepted besides `answer`. This library's rewards count the one that fits best.
+        answer_value: the record's answer, such as a number or a list, for rewards in TRL's form.
 
     Raises:
         ValueError: neither text nor messages are given, or both; or a message is malformed.

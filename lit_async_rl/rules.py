@@ -1,8 +1,8 @@
 """Settings that contradict each other, each with the sentence that says so: one table for the whole run.
 
-A function here is a group of rules; it yields the sentence of every rule that its settings break. `refuse` raises the
-first of them. Each group is asked once on every way to a run (command line, `fit`, a Trainer of Lightning's), where the
-last of its settings becomes known:
+A function here is a group of rules; it yields the sentence of every broken rule, and `refuse` raises the first. Each
+group is asked once on every way to a run (command line, `fit`, a Trainer of Lightning's), where the last of its
+settings becomes known:
 
 | rules | about | asked by |
 |---|---|---|
@@ -17,10 +17,9 @@ last of its settings becomes known:
 | `of_fit`, `of_norms`, `of_rate`, `of_schedule` | `model` and `trainer` | `PolicyModule.setup`, of a fit |
 | `of_length`, `of_loop` | `trainer` and `data` | `api.run.run`, before it validates; the former by `WeightSync`, too |
 
-Found elsewhere: the range of one setting, and arguments of one class that do not go together (its constructor, by
+Elsewhere: the range of one setting, and arguments of one class that do not go together (its constructor, by
 `lit_async_rl.utils.checks`); what a callback, an engine or a cluster needs of a run (that class); what a checkpoint
-allows (`lit_async_rl.api.resume_check`), and the model's tokenizer of `data.sampling`
-(`lit_async_rl.data.settings.check_ends`).
+allows (`lit_async_rl.api.resume_check`), and a tokenizer of `data.sampling` (`lit_async_rl.data.settings.check_ends`).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 
 
 def refuse(*groups: Iterable[str]) -> None:
-    """Raises the first sentence of some groups of rules; nothing if no rule is broken.
+    """Raises the first sentence of some groups of rules.
 
     Raises:
         ValueError: two settings contradict each other; names both, with their values.
@@ -145,7 +144,7 @@ def of_distillation(distillation: Any, baseline: OptimalBaseline | None) -> Iter
 
 
 def of_teacher(distillation: Any, sampling: SamplingParams) -> Iterator[str]:
-    """Distributions of a teacher that is asked from outside, at temperature 1 and over all tokens."""
+    """Distributions of an external teacher, at temperature 1 and over all tokens."""
     if distillation is None or distillation.source.any_temperature:
         return
     name = f"model.distillation.teacher={_name(distillation.source)}"
@@ -186,7 +185,7 @@ def of_compilation(torch_compile: bool, baseline: OptimalBaseline | None) -> Ite
 
 
 def of_truncation(sampling: SamplingParams, engine: RolloutEngine | None) -> Iterator[str]:
-    """A truncated sampler, whose choice of tokens must be recorded; None is the default engine, which does that."""
+    """A truncated sampler, whose choice of tokens must be recorded; the default engine, None, does that."""
     if sampling.truncates and engine is not None and engine.has_model and not engine.records_heads:
         yield (
             f"{truncations(sampling)} with data.engine={_name(engine)}, which does not record the tokens that a "
@@ -224,7 +223,7 @@ def of_tape(folder: str, sampling: SamplingParams, rollouts: Sequence[Rollout]) 
 def of_engine(
     engine: RolloutEngine, reward: object, admission: AdmissionPolicy, sampling: SamplingParams
 ) -> Iterator[str]:
-    """An engine that cannot do what is asked of it, or of which it is open who scores."""
+    """An engine that cannot do what is asked of it, or an unclear choice of who scores."""
     if sampling.head is not None and not engine.records_heads:
         yield (
             f"data.sampling.head={sampling.head} with data.engine={_name(engine)}, which does not record the "
@@ -318,7 +317,7 @@ def of_order(
     stream_groups: bool,
     has_replay: bool,
 ) -> Iterator[str]:
-    """How far sampling runs ahead, against what needs it to wait, or needs an order that timing does not change."""
+    """How far sampling runs ahead, against what needs it to wait, or an order independent of timing."""
     ratio = admission.async_ratio if isinstance(admission, Bounded) else None
     if ratio is not None and ratio > max_staleness:
         yield f"data.admission.async_ratio must be <= data.max_staleness={max_staleness}, got {ratio}"
@@ -353,7 +352,7 @@ def of_step(
 ) -> Iterator[str]:
     """Advantage, averaging and micro-batches of a step.
 
-    A step can be streamed if a group's gradient does not depend on later groups, up to one common factor.
+    A step can be streamed if a group's gradient does not depend on later groups, but for a common factor.
     """
     if micro_batches_per_step > groups_per_step * group_size:
         yield (
@@ -394,7 +393,7 @@ def of_new_bound(admission: AdmissionPolicy) -> Iterator[str]:
 
 
 def of_limits(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Settings of the Trainer about whose contradictions Lightning says nothing."""
+    """Contradictions among settings of the Trainer that Lightning accepts."""
     get = settings.get
     if get("barebones"):
         yield (
@@ -446,7 +445,7 @@ def of_tuner(callbacks: Iterable[Any]) -> Iterator[str]:
 
 
 def of_processes(trainer: AnyTrainer) -> Iterator[str]:
-    """Processes that would not come together, or not share what a run has, and files written after they are named."""
+    """Processes that would not come together or share what a run has, and files written after they are named."""
     strategy = trainer.strategy
     if (method := getattr(strategy, "_start_method", None)) in ("spawn", "forkserver"):
         yield (
@@ -487,7 +486,7 @@ def of_length(trainer: AnyTrainer) -> Iterator[str]:
 
 
 def of_loop(trainer: AnyTrainer, micro_batches_per_step: int) -> Iterator[str]:
-    """Contradictions that Lightning finds only in `fit`, minutes late: held-out accuracy is measured before it."""
+    """Contradictions that Lightning finds only in `fit`, minutes late, after held-out accuracy."""
     yield from of_length(trainer)
     num_batches = trainer.max_steps * micro_batches_per_step
     share = trainer.limit_train_batches
@@ -510,7 +509,7 @@ def of_loop(trainer: AnyTrainer, micro_batches_per_step: int) -> Iterator[str]:
 
 
 def of_any_run(trainer: AnyTrainer, module: AnyModule, data: Any) -> Iterator[str]:
-    """Settings of a `PolicyModule`, a data module of any stage that knows its model, and the Trainer of both."""
+    """A `PolicyModule`, a data module of any stage that knows its model, and their Trainer."""
     if str(trainer.precision) in ("bf16-true", "16-true"):
         yield (
             f"trainer.precision={trainer.precision} would cast weights that engine and validation know in another "
@@ -542,7 +541,7 @@ def of_any_run(trainer: AnyTrainer, module: AnyModule, data: Any) -> Iterator[st
 
 
 def of_run(trainer: AnyTrainer, module: AnyModule, data: Any) -> Iterator[str]:
-    """Settings of a `PolicyModule`, a `RolloutDataModule` that knows its model, and the Trainer of both."""
+    """A `PolicyModule`, a `RolloutDataModule` that knows its model, and their Trainer."""
     yield from of_any_run(trainer, module, data)
     objective = module.objective
     callbacks = {_name(callback) for callback in trainer.callbacks}
@@ -591,13 +590,13 @@ def of_estimates(
 def of_signal(
     advantage: AdvantageEstimator | None, group_size: int, temperature: float, is_sampled: bool
 ) -> Iterator[str]:
-    """Rollouts that cannot differ from those that they are compared with, so that every advantage is 0.
+    """Rollouts that cannot differ from those they are compared with, so that every advantage is 0.
 
     Args:
-        advantage: compares them; None is `model.baseline`, which takes its place.
+        advantage: compares them; None is `model.baseline`.
         group_size: completions of each prompt.
         temperature: of the training samples.
-        is_sampled: whether nothing but the policy's samples makes completions differ: no environment or agent.
+        is_sampled: whether only the policy's samples make completions differ: no environment or agent.
     """
     name = f"data.advantage={_name(advantage)}"
     instead = ", or data.advantage=Raw or GlobalMeanStd"
@@ -646,7 +645,7 @@ def of_fit(trainer: AnyTrainer, module: AnyModule) -> Iterator[str]:
 
 
 def of_norms(baseline: OptimalBaseline | None, precision: str, tensor_parallel_size: int = 1) -> Iterator[str]:
-    """Gradients of the baseline's norms: no loss scaler keeps them from vanishing, and they are of whole layers."""
+    """Gradients of the baseline's norms: of whole layers, and without a loss scaler against vanishing."""
     if baseline is not None and baseline.norms is Norms.GHOST and tensor_parallel_size > 1:
         yield (
             f"model.baseline.norms=GHOST with trainer.strategy.tensor_parallel_size={tensor_parallel_size}: its norms "
@@ -675,10 +674,10 @@ def of_rate(optimizer: Optimizer, learning_rate: float | None) -> Iterator[str]:
 
 
 def of_schedule(scheduler: Any, optimizer: Optimizer, learning_rate: float | None, max_steps: int) -> Iterator[str]:
-    """A schedule whose length or peak are not those of the run.
+    """A schedule whose length or peak is not the run's.
 
     Args:
-        scheduler: a `RateSchedule`, or one of torch's, which may have changed the optimizer.
+        scheduler: a `RateSchedule`, or one of torch's.
         optimizer: of the run.
         learning_rate: `model.learning_rate`; None if it is not set.
         max_steps: `trainer.max_steps`; -1 is endless.

@@ -1,7 +1,7 @@
-"""Records of a sampler beside its tokens: the distribution of each, and the experts that the routers chose.
+"""A sampler's records beside its tokens: the distribution of each, and the experts that routers chose.
 
-An engine makes them where `sampling.head` and `sampling.experts` ask for them, and the trainer computes with the same
-tokens and experts. Heads also show the support of a truncated sampler. In checkpoints, both are flat tensors.
+Engines make them for `sampling.head` and `sampling.experts`, and the trainer computes with the same tokens and experts.
+Heads also show a truncated sampler's support. In checkpoints, both are flat tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lit_async_rl.errors import InvariantError
 
 @dataclass(frozen=True, eq=False)
 class SamplerHead:
-    """The k likeliest tokens of the distribution that each token of a completion was sampled from, and its entropy.
+    """The k likeliest tokens of the distribution that each token was sampled from, and its entropy.
 
     On the CPU. Temperature and truncation (top-k, top-p, min-p) are applied; tokens outside of the support have a
-    log-probability of -inf. Not normalised over the head: the rest of the probability belongs to other tokens.
+    log-probability of -inf. Not normalised over the head: other tokens have the rest of the probability.
 
     Attributes:
         entropy: in nats, over the whole vocabulary; NaN where the engine does not compute it.
@@ -84,8 +84,8 @@ def known_support(
 ) -> Bool[Tensor, "B T k"]:
     """Marks the tokens of the recorded heads that the truncated sampler could choose.
 
-    All False outside of `mask`. Where the support is not smaller than the head, it may have more tokens than these;
-    without truncation there is then no support to know, and nothing is marked.
+    All False outside of `mask`. A support that fills the head may have further tokens; unless the sampler truncates,
+    nothing is marked there.
 
     Args:
         head_logprobs: of the recorded heads; -inf outside of the support.
@@ -98,7 +98,7 @@ def known_support(
 
 
 def log_mass(logprobs: Float[Tensor, "*shape k"], known: Bool[Tensor, "*shape k"]) -> Float[Tensor, "*shape"]:
-    """Logarithm of the sum of pi over the known support, from log-probabilities of the head; 0 where none is known."""
+    """Log of the sum of pi over the known support, from log-probabilities of the head; 0 where none is known."""
     is_known = known.any(-1, keepdim=True)
     inside = torch.where(known, logprobs, -math.inf)
     total = torch.where(is_known, inside, 0.0).logsumexp(-1)  # a row of -inf has no gradient
@@ -159,7 +159,7 @@ OWN_CHOICE = -1  # in place of an expert: nothing was recorded, and a replaying 
 
 @dataclass(frozen=True, eq=False)
 class ExpertChoices:
-    """The experts of the P + L - 1 tokens of a text that the model has read; the last token is only sampled.
+    """Experts of the P + L - 1 tokens of a text that the model has read; the last token is only sampled.
 
     On the CPU, as small integers.
 
@@ -192,7 +192,7 @@ class ExpertChoices:
         return ExpertChoices(torch.cat([self.experts, later.experts[len(self) :]]))
 
     def padded(self, length: int) -> ExpertChoices:
-        """With further tokens about which nothing is known, `length` in all."""
+        """Padded with unknown tokens to `length` in all."""
         unknown = self.experts.new_full((length - len(self), *self.shape), OWN_CHOICE)
         return ExpertChoices(torch.cat([self.experts, unknown]))
 

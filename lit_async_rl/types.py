@@ -28,11 +28,11 @@ class Turn:
     """One turn of the policy within a rollout.
 
     Attributes:
-        end: number of the row's tokens up to and including the turn's last one.
+        end: the row's tokens up to and including the turn's last.
         reward: reward of the turn.
         state: identifier of the environment's observation before the turn; equal numbers mean equal states.
-        call: number of the agent's call that sampled it, by which the turns of several rows are ordered; None is its
-            position among the turns.
+        call: number of the agent's call that sampled it, which orders the turns of several rows; None is its position
+            among them.
     """
 
     end: int
@@ -48,7 +48,7 @@ def _plain(turns: tuple[Turn, ...] | None) -> tuple[Turn, ...] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRow:
-    """Tokens that follow others, and what was recorded of them; see `Completion` and `Branch`."""
+    """Tokens that follow others, and their records; see `Completion` and `Branch`."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -68,12 +68,12 @@ class TokenRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Branch(TokenRow):
-    """A further row of tokens that a sample trains on: another branch of an agent's conversation, or a sub-agent's.
+    """A further row of a sample: another branch of an agent's conversation, or a sub-agent's.
 
     Fields of tokens have one entry for each of `token_ids`, as in a `Completion`.
 
     Attributes:
-        prompt_ids: tokens that the branch follows, whose part that the policy sampled trains in another row.
+        prompt_ids: tokens that the branch follows; those that the policy sampled train in another row.
         token_ids, logprobs, versions, loss_mask, head, experts: see `Completion`.
         credit: factor of the sample's advantage in this row.
         turns: turns of the policy that train in this row; None if they are unknown.
@@ -90,27 +90,25 @@ Sample = TypeVar("Sample", bound="Completion")
 class Completion(TokenRow):
     """One sample of a request, as an engine returns it. Fields of tokens have one entry for each of `token_ids`.
 
-    A sample of an agent may have several rows of tokens: its own and those of its `branches`. Its reward is that of all
-    of them, and its length the sum of theirs.
+    An agent's sample may have several rows of tokens, its own and its `branches`, with one reward and their lengths
+    summed.
 
     Attributes:
         request_id: request that it answers.
-        sample_index: which of the request's samples it is.
+        sample_index: number among the request's samples.
         token_ids: token ids of the completion, stop token included.
         logprobs: log-probability of each token under the sampling distribution (temperature, top-p and so on applied),
             in float32 accuracy.
-        versions: policy version that sampled each token; may change within a completion (in-flight updates).
+        versions: policy version of each token; may change within a completion (in-flight updates).
         finish_reason: why sampling ended: stop token or string, length limit, or abort.
         text: decoded completion, as rewards read it; engines leave it empty.
         loss_mask: False for tokens that the policy did not sample (tool output); None if all tokens train.
         reward: of the whole completion, from an engine with an environment; None until it is scored.
-        reward_parts: the parts that the reward was combined from, by name; None of a reward without parts.
-        turns: turns of the policy, whose rewards, with those of the branches' turns, sum to `reward`; None is a single
-            turn.
+        reward_parts: the reward's parts, by name; None without parts.
+        turns: turns of the policy, whose rewards sum to `reward` together with the branches'; None is a single turn.
         head: recorded sampling distributions, if `sampling.head` is set.
         experts: experts chosen for prompt and completion, if `sampling.experts` is set.
-        prompt_ids: tokens that the completion follows, where they are not those of its request: an agent writes its
-            own prompt.
+        prompt_ids: tokens that the completion follows, if not those of its request: agents write their own prompts.
         credit: factor of the advantage in the completion's own row.
         branches: further rows of the sample.
     """
@@ -130,7 +128,7 @@ class Completion(TokenRow):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all rows, whether they train or not."""
+        """Number of tokens of all rows, trained or not."""
         return sum(len(row.token_ids) for row in self.rows)
 
     @property
@@ -160,7 +158,7 @@ class Completion(TokenRow):
         return replace(self, branches=tuple(branches))
 
     def continuing(self, begun: Completion) -> Completion:
-        """The completion with the tokens of `begun` before its own: it was sampled behind them."""
+        """The completion behind the tokens of `begun`, which it continued."""
         heads = [head for head in (begun.head, self.head) if head is not None]
         experts = None if begun.experts is None or self.experts is None else begun.experts.continued(self.experts)
         return replace(
@@ -185,9 +183,9 @@ class Completion(TokenRow):
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(Completion):
-    """A completion that has its reward, so that it can be trained on.
+    """A completion with its reward, ready for training.
 
-    Within a group `request_id` is the group's index; both ids may be left out, and do not count in comparisons.
+    Within a group `request_id` is the group's index. Both ids may be left out, and comparisons ignore them.
 
     Raises:
         InvariantError: fields of tokens differ in length.
@@ -209,7 +207,7 @@ class Rollout(Completion):
 
     @property
     def num_policy_tokens(self) -> int:
-        """Number of tokens that the policy wrote: those that train; all of the completion where a filter masked it."""
+        """Number of tokens that the policy wrote: those that train, or all where a filter masked the completion."""
         return self.num_trained_tokens or self.num_tokens
 
     @property
@@ -218,9 +216,9 @@ class Rollout(Completion):
         return self.reward if self.reward_parts is None else Score(self.reward, self.reward_parts)
 
     def add_reward(self, amount: float, part: str) -> Rollout:
-        """Copy of the rollout with `amount` added to its reward and to that of the turn that was sampled last.
+        """Copy of the rollout with `amount` added to its reward and to that of the last sampled turn.
 
-        Where a reward has parts, the amount is one of them, under the name `part`.
+        The amount becomes a part of a reward with parts, under the name `part`.
         """
         if not amount and self.reward_parts is None:
             return self
@@ -263,8 +261,8 @@ class RolloutGroup:
 class RolloutBatch:
     """One micro-batch of rollouts.
 
-    Not a dataclass: Lightning would cast the fields of one (`behavior_logprobs` to bfloat16 under some precisions) and
-    refuses frozen ones. Objects with their own `.to` are left unchanged.
+    Not a dataclass: Lightning would cast its fields (`behavior_logprobs` to bfloat16 under some precisions) and refuses
+    frozen ones. It leaves objects with their own `.to` unchanged.
 
     Attributes:
         loss_mask: True where a token trains.
@@ -272,19 +270,18 @@ class RolloutBatch:
             where `loss_mask` is False. With streamed groups, only after multiplication by the `gradient_scale`.
         rewards: reward of each row's rollout; NaN in rows of branches, so that each rollout counts once.
         group_index: `RolloutGroup.index` of each row, -1 for padding rows.
-        lengths: tokens of each row's rollout that the policy wrote, in all of its rows, also where they do not train;
-            None if unknown.
-        rollout: number of each row's rollout within the micro-batch, which has all rows of its rollouts; None if every
-            row is a rollout of its own.
+        lengths: tokens that the policy wrote in all rows of each row's rollout, trained or not; None if unknown.
+        rollout: number of each row's rollout within the micro-batch, which has all of its rows; None if every row is a
+            rollout.
         credits: factor of each token's advantage; None if all are 1. `advantages` contain it.
         temperature: sampling temperature of the completions, also applied to the policy's log-probabilities.
         truncated: whether the completions were sampled with top-k, top-p or min-p.
-        gradient_scale: factor applied to the accumulated gradient after this micro-batch; other than 1 only in the
-            last micro-batch of a step with streamed groups.
+        gradient_scale: factor of the accumulated gradient after this micro-batch; 1 but for the last of a step with
+            streamed groups.
         max_staleness: staleness bound of each row's tokens, in versions; None if unbounded.
         head_ids, head_logprobs, behavior_entropy: `SamplerHead` of each token; None if not recorded.
         experts: `ExpertChoices` to replay for each token; None if not recorded.
-        as_rows: reason for which rows are computed separately, although `model.packing` is set; empty without one.
+        as_rows: why rows are computed separately despite `model.packing`; empty if they are not.
         source: number of the source of each row's prompt, for `SourceTeachers`; None without them.
         step: optimizer step of the micro-batch, which is number `micro_batch` of `num_micro_batches`; None if the data
             module does not set it.
@@ -399,16 +396,16 @@ class SamplingParams:
         min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
         max_tokens: at most this many completion tokens.
         stop_token_ids: end the completion (the stop token is its last token); added to the model's end tokens.
-        end_token_ids: end tokens of the model, in place of those that its generation_config.json, config.json,
-            tokenizer and chat template name; None is their union, an empty list lets nothing end a completion.
-        head: record, for every token, the entropy of the distribution it was sampled from, and this many of its
-            likeliest tokens with their log-probabilities; 0 records the entropy only, None nothing. Score centering
-            and the replay of truncated supports need it: training samples with `top_p`, `top_k` or `min_p` always have
-            it, see `recorded`.
-        experts: record the experts that the model's routers choose for every token of prompt and completion; the
-            trainer then uses the same (router replay).
-        stop: strings that end the completion, at the token that completes the first of them. All tokens train,
-            including that one; the reward gets the text before the stop string.
+        end_token_ids: end tokens of the model, in place of those in its generation_config.json, config.json, tokenizer
+            and chat template; None is their union, an empty list lets nothing end a completion.
+        head: record, for every token, the entropy of its sampling distribution, and this many of the likeliest tokens
+            with their log-probabilities; 0 records the entropy only, None nothing. Score centering and the replay of
+            truncated supports need it: training samples with `top_p`, `top_k` or `min_p` always have it, see
+            `recorded`.
+        experts: record the experts that routers choose for every token of prompt and completion; the trainer then uses
+            the same (router replay).
+        stop: strings that end the completion, at the token that completes the first. That token trains, too; the reward
+            gets the text before the stop string.
 
     Raises:
         ValueError: a setting is out of range.
@@ -452,16 +449,16 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are sampled from fewer than the whole vocabulary: top-p, top-k or min-p."""
+        """Whether top-p, top-k or min-p leaves only a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def recorded(self) -> SamplingParams:
-        """The same parameters with a head that holds all tokens that a truncated sampler can choose.
+        """The same parameters with a head of all tokens that a truncated sampler can choose.
 
-        With `top_k` these are at most that many, and `head` becomes as large. Without, top-p and min-p leave any
-        number: they then choose among the `head` likeliest (`SUPPORT_TOKENS` unless it is positive), which becomes
-        `top_k`. Unchanged if nothing is truncated.
+        With `top_k`, `head` becomes at least as large. Without, top-p and min-p leave any number: they then choose
+        among the `head` likeliest (`SUPPORT_TOKENS` unless it is positive), which becomes `top_k`. Unchanged if nothing
+        is truncated.
         """
         if not self.truncates:
             return self
@@ -481,12 +478,11 @@ class GenerationRequest:
     """Request for `num_samples` completions of one prompt; `id` is unique among the requests an engine holds.
 
     `prompt` is the source of `prompt_ids`; only engines with an environment use it. Engines with a queue of their own
-    serve waiting requests of a higher `priority` first; others serve them in order. The last `num_resumed` of the
-    `prompt_ids` belong to the completion: an earlier run sampled them, or another replica, and a stop string may begin
-    in them.
+    serve requests of a higher `priority` first; others serve them in order. The last `num_resumed` of the `prompt_ids`
+    belong to the completion: an earlier run or another replica sampled them, and a stop string may begin in them.
 
     With a `seed` >= 0, random numbers of the embedded engine depend on `seed` + sample and the token's position alone,
-    whatever else is sampled, and in whichever order. Other engines do not read it.
+    whatever else is sampled, in any order. Other engines do not read it.
 
     Requests of one `session` begin alike, such as the turns of an episode or the parts of a group: engines with several
     replicas send them where that beginning is cached.
@@ -508,7 +504,7 @@ class GenerationRequest:
         return self.prompt_ids[len(self.prompt_ids) - self.num_resumed :]
 
     def rest(self, request_id: int, token_ids: tuple[int, ...]) -> GenerationRequest:
-        """Request for the rest of one sample, of which `token_ids` are there."""
+        """Request for the rest of one sample after `token_ids`."""
         return replace(
             self,
             id=request_id,

@@ -26,7 +26,7 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def module_names(folders: list[Path]) -> dict[Path, str]:
-    """Python files below the folders, links followed, with the names of their modules; the longest of several."""
+    """Python files below the folders, links followed, with their modules' names; the longest of several."""
     names: dict[Path, tuple[str, ...]] = {}
     for folder in folders:
         start = folder.resolve().parent if (folder / "__init__.py").exists() else folder.resolve()
@@ -53,7 +53,7 @@ def tuple_assignments(tree: ast.AST) -> list[ast.Assign]:
 
 
 def is_swap(node: ast.Assign) -> bool:
-    """True if a value names the target of another one, so that the order of separate assignments would matter."""
+    """True if a value names another's target, so that the order of separate assignments would matter."""
     target = node.targets[0]
     assert isinstance(target, ast.Tuple | ast.List)
     assert isinstance(node.value, ast.Tuple | ast.List)
@@ -134,7 +134,7 @@ STARTING_MODULES = {  # what each of them starts all the same, and the reason
 
 
 def starts(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """Lines at which a thread or process is started, a socket opened or a message framed: kind, and full name."""
+    """Lines that start a thread or process, open a socket or frame a message: kind, and full name."""
     imported: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -154,7 +154,7 @@ def starts(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 
 def starts_elsewhere(tree: ast.Module, module: str) -> Iterator[tuple[int, str]]:
-    """Lines of a module that start what it has no reason to, and the reasons that hold no longer."""
+    """Lines of a module that start what it has no reason to, and reasons that hold no longer."""
     if module.split(".")[0] not in RUNTIME or f"{module}.".startswith(f"{RUNTIME_PLACE}."):
         return
     allowed = set(STARTING_MODULES.get(module, ("", ""))[0].split())

@@ -1,7 +1,7 @@
 """Writes `lit_async_rl/api/fit_settings.py`: the keyword arguments of `fit` with their types, for editors.
 
-They are those of `PolicyModule`, `RolloutDataModule` and Lightning's `Trainer`, as these classes annotate them. Run it
-after one of the three has changed; `tests/api/test_fit_settings.py` compares the file with what it would write.
+They are those of `PolicyModule`, `RolloutDataModule` and Lightning's `Trainer`, as annotated there. Run it after one of
+the three has changed; `tests/api/test_fit_settings.py` compares the file with what it would write.
 """
 
 from __future__ import annotations

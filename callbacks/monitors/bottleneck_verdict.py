@@ -65,11 +65,11 @@ class StepLoad:
     Attributes:
         began: totals of the run at the beginning of the window.
         began_at: its beginning in seconds since 1970, as in the timeline.
-        num_steps: number of optimizer steps.
+        num_steps: optimizer steps.
         num_unfinished: groups in generation at the end of a step, summed over steps.
         min_queued: minimum over steps of the groups ready for training.
         num_tokens: tokens in training batches.
-        num_positions: positions in training batches, with padding.
+        num_positions: the same with padding.
         scoring_cpu_share: share of the scoring time in which reward workers computed.
     """
 
@@ -94,14 +94,7 @@ class StepLoad:
 
 
 def adjustable_settings(data: RolloutDataModule, pl_module: AnyModule, load: StepLoad, num_ranks: int = 1) -> Settings:
-    """For each possible bottleneck, a setting that can still be changed.
-
-    Args:
-        data: data module of the run.
-        pl_module: module in training.
-        load: load counters of the window.
-        num_ranks: number of training processes on this machine.
-    """
+    """For each possible bottleneck, a setting that can still be changed, with `num_ranks` trainers on this machine."""
     sync_steps = data.weight_sync_steps
     is_spare = num_busy_threads(data, pl_module, num_ranks) + num_ranks <= num_cores()
     return Settings(
@@ -281,7 +274,7 @@ class StalenessAdvice:
         )
 
     def advice(self, data: RolloutDataModule, pl_module: AnyModule, run: Intervals, load: StepLoad) -> Advice | None:
-        """The recommendation; None if the run was too short, or had no constant staleness bound."""
+        """The recommendation; None for a short run, or one without a constant staleness bound."""
         work = self.work(data, pl_module, run=run, load=load)
         is_constant = isinstance(data.admission, Bounded) and data.max_staleness == data.configured_bound
         if work is None or not is_constant:
@@ -310,21 +303,21 @@ MIN_STEPS_FOR_VERDICT = 20  # after the first one, in which threads, caches and 
 class BottleneckVerdict(pl.Callback):
     """Prints the verdict of `scheduling.bottleneck` every `every_n_steps` steps, and on the whole run at the end.
 
-    The verdict at the end includes the gain of asynchrony and a sufficient staleness bound (`scheduling.worth`). All
-    verdicts are also written to `verdicts.jsonl` in the run's folder: on each window, and on the run until then.
+    The verdict at the end includes the gain from asynchrony and a sufficient staleness bound. Verdicts on each window,
+    and on the run until then, also go to `verdicts.jsonl` in the run's folder.
 
-    No side is named, and nothing advised, before the run has made twenty steps after its first: only time shares are
-    printed. A setting is advised if a tenth of the time can be gained, according to two consecutive windows; other
-    advice follows only after the load has changed (`SteadyAdvice`). A large share of dropped tokens is reported first.
+    Until twenty steps after the first, it prints time shares only, and neither names a side nor advises. A setting is
+    advised if a tenth of the time can be gained, according to two consecutive windows; other advice follows only after
+    the load has changed (`SteadyAdvice`). A large share of dropped tokens is reported first.
 
     With each verdict it logs `perf/overlap_efficiency`, `perf/trainer_share`, `perf/weight_sync_share`,
     `perf/scoring_share` and `perf/share_to_win`, and of the run so far `perf/steady_staleness`. Validation time is
     excluded. A replay of a tape has no engine, and gets no verdict.
 
-    For a collapsing run (`CollapseTrend` of the metrics of `ImportanceMonitor` and `RolloutMonitor`), the collapse and
-    a configuration against it are reported, instead of a verdict on speed. It is also reported if all completions of
-    each prompt had equal rewards in the last ten steps or more, for example because a reward is always 0; and at the
-    end, if the data were older than the learning rate allows, or engine and trainer differ more than versions do
+    For a collapsing run (`CollapseTrend` of the metrics of `ImportanceMonitor` and `RolloutMonitor`), it reports the
+    collapse and a configuration against it instead of a verdict on speed. It also reports that all completions of each
+    prompt had equal rewards in the last ten steps or more, for example because a reward is always 0; and at the end,
+    that data were older than the learning rate allows, or that engine and trainer differ more than versions do
     (`StaleDataWords`).
 
     Args:
@@ -332,10 +325,10 @@ class BottleneckVerdict(pl.Callback):
 
     Attributes:
         verdict: last verdict; None before the first.
-        is_early: whether the run was too short for a verdict when it was last looked at.
+        is_early: whether the run was still too short for a verdict at the last report.
         words: printed text of the last verdict.
         collapse: description of an ongoing collapse; None while training is healthy.
-        advice: advice on the staleness bound at the end of a run; None before, or if there is no advice.
+        advice: advice on the staleness bound at the end of a run; None before, or without any.
         stats: statistics of the whole run at its end; None before.
 
     Raises:

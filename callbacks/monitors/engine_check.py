@@ -35,12 +35,11 @@ log = logging.getLogger(__name__)
 class EngineCheck(pl.Callback):
     """Replays a few completions with the weights that sampled them and compares log-probabilities.
 
-    Wrong weights, a wrong implementation of the model, or a wrong setting of the sampler show up as importance ratios
-    other than 1 on data of the current version. Staleness hides them, so the comparison is between equal versions: the
-    trainer keeps a copy of its weights in CPU memory until completions of that version arrive, and recomputes the
-    log-probabilities of a few of them with the copy before it trains on them. Only tokens before the first one of
-    another version count, because later ones were sampled from a KV cache of several versions. Neither random numbers
-    nor weights change.
+    Wrong weights, a wrong model implementation or a wrong sampler setting show up as importance ratios other than 1 on
+    data of the current version. Staleness hides them, so equal versions are compared: the trainer keeps a CPU copy of
+    its weights until completions of that version arrive, and recomputes log-probabilities of a few with it before
+    training on them. Tokens from the first one of another version on are left out, because their KV cache mixes
+    versions. Neither random numbers nor weights change.
 
     Logs `engine/logprob_error`, the mean absolute difference in nats over the replayed tokens, and
     `engine/logprob_error_max`, the largest. Expected values are about 1e-6 to 1e-5 in float32, up to a few 1e-4 with
@@ -49,15 +48,15 @@ class EngineCheck(pl.Callback):
     Tapes and engines without a model are not checked, and under FSDP1 only the current version is.
 
     Args:
-        every_n_updates: publications of weights between two checks; the first version is always checked. None checks
-            every version if the copies for this take less than 1 GiB on all ranks together, else every 10th. Copies
-            beyond 1 GiB are never kept, apart from a single one.
+        every_n_updates: weight publications between two checks; the first version is always checked. None checks every
+            version if its copies take less than 1 GiB on all ranks together, else every 10th. Beyond 1 GiB, only a
+            single copy is ever kept.
         num_rollouts: completions replayed per rank and check.
-        bound: largest mean difference in nats; None is 1e-4 in float32 on CPUs, 2e-3 in float32 on accelerators,
-            0.03 in float16 and 0.1 in bfloat16. For n tokens the bound is multiplied by 1 + 8 / n, because means of few
-            tokens vary: 4 tokens of a correct engine in bfloat16 differed by 0.12.
+        bound: largest mean difference in nats; None is 1e-4 in float32 on CPUs, 2e-3 in float32 on accelerators, 0.03
+            in float16 and 0.1 in bfloat16. It is multiplied by 1 + 8 / n for n tokens, because means of few vary: 4
+            tokens of a correct engine in bfloat16 differed by 0.12.
         on_error: reaction to a larger difference: `warn`, or `stop` by raising `EngineError`. Above 1 nat the run
-            ends in any case, because the engine then samples from another policy.
+            always ends: the engine then samples from another policy.
 
     Attributes:
         num_checks: versions compared since training began.
@@ -224,7 +223,7 @@ class EngineCheck(pl.Callback):
 
 
 def allowed_error(bound: float, num_tokens: float) -> float:
-    """Largest mean difference over `num_tokens` tokens: `bound` for many, more for few, because their mean varies."""
+    """Largest mean difference over `num_tokens` tokens: `bound` for many, more for few."""
     return bound * (1 + SMALL_SAMPLE_TOKENS / max(num_tokens, 1))
 
 

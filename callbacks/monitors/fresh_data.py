@@ -135,11 +135,11 @@ class FreshDataMonitor(pl.Callback):
 
     * E[exp l] = sum of q (p / q) = p(S), S the tokens that q can choose. It is 1 if S is the whole support of p, and
       below 1 for a truncated sampler: a top-p of 0.95 makes it about 0.95.
-    * E[l] = -KL(q || p) <= log p(S) <= 0, and 0 for equal distributions only. A temperature on one side leaves the mean
-      ratio at exactly 1 (both distributions are normalised), so that only this identity reveals it.
+    * E[l] = -KL(q || p) <= log p(S) <= 0, and 0 for equal distributions only. A temperature on one side violates it,
+      but not the first identity, as both distributions stay normalised.
     * A temperature changes l in proportion to log q: p is q to the power 1 / t, normalised. With t = 1.2 the slope of l
-      over log q is -1/6. Rounding has no such slope, so that in half precision the slope is visible where the mean is
-      not. The regression is over (log p + log q) / 2, in which equal rounding errors of both sides cancel.
+      over log q is -1/6. Rounding has no slope, so in half precision the slope shows what the mean does not. The
+      regression is over (log p + log q) / 2, where equal rounding errors of both sides cancel.
 
     Rounding errors e make l = e with both sides normalised: the first identity is unchanged, and E[l] becomes
     -E[e^2] / 2, about -5e-11 in float32 and above -5e-3 in bfloat16. The deviations of exp l from 1 are martingale
@@ -151,12 +151,11 @@ class FreshDataMonitor(pl.Callback):
     least 1,000. Logs the means over the tokens since the last check, `fresh/ratio_mean`, `fresh/log_ratio_mean` and
     `fresh/log_ratio_slope`.
 
-    If training is always on stale data, as with a fixed lag, the tokens are those that `EngineCheck` replays with the
-    weights that sampled them. Tapes, engines without a model and greedy sampling (where rounding errors choose the
-    token) are not checked.
+    If all training data are stale, as with a fixed lag, the tokens are those that `EngineCheck` replays. Tapes, engines
+    without a model and greedy sampling (where rounding errors choose the token) are not checked.
 
-    Fresh tokens also tell the two parts of all log-ratios apart, see `RatioSplit`: logs `ratio/discrepancy` and
-    `ratio/staleness`, root mean squares in nats. A resumed run logs them from its first fresh tokens on.
+    It also logs the two parts of all log-ratios (`RatioSplit`), `ratio/discrepancy` and `ratio/staleness`, root mean
+    squares in nats; a resumed run does so from its first fresh tokens on.
 
     Args:
         num_tokens: tokens per check, of all ranks together.

@@ -29,13 +29,13 @@ class GradientMonitor(pl.Callback):
     stabilizers) may have changed the gradient. With several optimizers the names end in `/0`, `/1`, and so on. Nothing
     is logged for a gradient with NaN or infinity.
 
-    The norm is always exact. So is the cosine of a small gradient, which is copied. For a larger one, a random
-    projection is stored (256 kB, and 4 MB of signs) that estimates the cosine with a standard error of 0.004 to 0.0055,
-    see `lit_async_rl.stabilizers.gradients`.
+    The norm is exact, and so is the cosine of a small gradient, which is copied. Of a larger one it stores a random
+    projection (256 kB, and 4 MB of signs) that estimates the cosine with a standard error of 0.004 to 0.0055, see
+    `lit_async_rl.stabilizers.gradients`.
 
     Args:
         cosine: False logs the norm only, and stores no gradient.
-        max_copied: largest number of elements of a rank's piece of the gradient to copy.
+        max_copied: largest piece of a gradient to copy, in elements per rank.
 
     Raises:
         ValueError: `max_copied` is negative.
@@ -78,7 +78,7 @@ class GradientMonitor(pl.Callback):
             pl_module.log(f"grad/cosine{suffix}", c)
 
     def _may_copy(self, trainer: AnyTrainer, space: GradSpace, index: int) -> bool:
-        """Whether no rank's piece of the gradient is too large. All decide alike: a sketch takes another collective."""
+        """Whether no rank's piece of the gradient is too large. All decide alike: sketches take another collective."""
         known = self._decided.get(index)
         if known is None or known[0] is not space:
             pieces = space.weights()

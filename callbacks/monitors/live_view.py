@@ -170,7 +170,7 @@ class _Items:
 
 
 class _View(Display):
-    """Draws a `LiveView` several times a second, in a thread; at the end the line of the last step takes its place."""
+    """Draws a `LiveView` several times a second, in a thread."""
 
     def __init__(self, view: LiveView, console: OneAtATime) -> None:
         live = Live(view, console=console, auto_refresh=False, vertical_overflow="crop", transient=True)
@@ -189,7 +189,7 @@ class _View(Display):
                 self._live.refresh()
 
     def step(self, number: int, total: float, items: Sequence[str]) -> None:
-        """Has the next drawing show the step, and keeps the line for the end."""
+        """Shows the step in the next drawing, and keeps its line for the end."""
         self._view.items_of_step = tuple(items)
         self._last = [step_of(number, total), *items]
 

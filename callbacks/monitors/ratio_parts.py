@@ -18,7 +18,7 @@ class RatioParts(NamedTuple):
     Attributes:
         discrepancy: of log p - log q at the weights that sampled a token, p the trainer's distribution and q the
             engine's.
-        staleness: of what the log-ratios of the step have beyond it.
+        staleness: of the rest of the step's log-ratios.
     """
 
     discrepancy: float
@@ -33,7 +33,7 @@ def stale_sums(
     Args:
         log_ratio: log pi - log mu of each token.
         mask: the tokens that count.
-        fresh: those among them that were sampled with the weights of `pi`.
+        fresh: those sampled with the weights of `pi`.
     """
     stale = log_ratio[mask & ~fresh].detach().cpu().double()  # float64: sums over all tokens of a step
     return torch.stack([mask.sum().cpu().double(), torch.tensor(len(stale)).double(), stale.square().sum()])
@@ -49,9 +49,8 @@ class RatioSplit:
 
         staleness^2 = max(0, sum over stale tokens of (log-ratio^2 - discrepancy^2)) / N
 
-    It is 0 where all tokens are fresh, and where stale ones differ less than fresh ones do (noise of few tokens).
-    The discrepancy is that of the fresh tokens so far, with weights that fall by a tenth with each step that has some;
-    between such steps it is taken to stay as it is.
+    It is 0 where all tokens are fresh, and where stale ones differ less than fresh ones do (noise of few tokens). The
+    discrepancy is that of the fresh tokens so far, whose weights fall by a tenth with each step that adds some.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class RatioSplit:
         """Parts of a step; None as long as no token was fresh, or if a log-ratio is not finite.
 
         Args:
-            num_fresh: fresh tokens that were measured in this step, in it or replayed.
+            num_fresh: fresh tokens measured in this step, trained on or replayed.
             fresh_squares: sum of their squared log-ratios.
             sums: `stale_sums` of all micro-batches and ranks.
         """

@@ -40,9 +40,8 @@ class RewardHackingMonitor(pl.Callback):
 
     Longer completions that are not more accurate; repetition; special tokens within completions; a part of the reward
     that is full while the answer's part falls; groups whose rewards have become equal although they are not right; and
-    a second grader that calls right completions wrong. See `HackingWatch` for the thresholds. A sign is logged as a
-    warning when it begins, and stands in the progress line, in the verdict and in the summary while it holds. Nothing
-    of the training is changed.
+    a second grader that calls right completions wrong. See `HackingWatch` for the thresholds. It logs a warning when a
+    sign begins, and shows it in the progress line, verdict and summary while it holds.
 
     Logs `hacking/{length_growth,repetition,special_tokens,group_std,disagreement,num_signs}`.
 
@@ -54,14 +53,14 @@ class RewardHackingMonitor(pl.Callback):
 
     Attributes:
         signs: signs that hold, with the words for them.
-        begun: signs that have held at some time, with the step in which they last began.
+        begun: signs that ever held, with the step in which they last began.
 
     Args:
-        check: second grader, `check(prompt, completion) -> float`, called in a thread of its own on completions that
-            the reward calls right; such as a stricter grader or a judge. Failed calls (each has 60 s) are left out, and
-            where none can succeed it is not called any more.
+        check: second grader, such as a stricter one or a judge: `check(prompt, completion) -> float`, called in its own
+            thread on completions that the reward calls right. Failed calls (60 s each) are left out; if none can
+            succeed, it is no longer called.
         num_checked: completions of a step that it is called on.
-        check_success: its reward from which it calls a completion right; None is full marks of a grader, else 0.5.
+        check_success: reward from which it calls a completion right; None is a grader's full marks, else 0.5.
         length_growth: see `HackingWatch`; likewise the other thresholds, `window` and `patience`. None disables a sign.
 
     Raises:
@@ -211,7 +210,7 @@ def means_of(groups: Sequence[RolloutGroup], success: Success, is_grader: bool, 
     Args:
         groups: of a step.
         success: tells right completions from others.
-        is_grader: whether it means something: the reward compares with references.
+        is_grader: whether the reward compares with references, so that `success` means something.
         special: token ids.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -62,7 +62,7 @@ class RunSummary(pl.Callback):
         self._measured_at = trainer.global_step
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Forgets an earlier fit, but not a validation since, which is the accuracy before this one."""
+        """Forgets an earlier fit, but keeps a validation since: the accuracy before this one."""
         self.accuracy, self.losses = (one[self._num_before :][-1:] for one in (self.accuracy, self.losses))
         self._num_before = 0
         self._reset()
@@ -188,7 +188,7 @@ def _bottleneck(verdict: Verdict) -> str:
 
 
 def _dropped_updates(trainer: AnyTrainer) -> dict[str, int]:
-    """Updates that callbacks have dropped because a gradient was not finite, or did not align, so far."""
+    """Updates that callbacks have dropped so far, because a gradient was not finite or did not align."""
     found = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         number = getattr(getattr(callback, "dropped", None), "total", getattr(callback, "num_dropped", 0))

@@ -21,12 +21,12 @@ class StaleDataWords:
 
     By medians of the last 50 steps that logged what is needed, where those of the last ten agree; silent with fewer.
 
-    * The distance of the weights from those that sampled the data (`WeightDriftMonitor`) is a tenth and more above the
-      one at which half of the effective sample size is left. It is proportional to the rate, so their quotient is the
+    * The distance of the weights from those that sampled the data (`WeightDriftMonitor`) exceeds by a tenth or more the
+      one that leaves half of the effective sample size. It is proportional to the rate, so their quotient gives the
       rate that fits.
-    * The data are stale, and yet the discrepancy d is the larger part of the ratio (`FreshDataMonitor`), and not a
-      small one: over L tokens, whose errors are not correlated, it leaves exp(-L d^2) of the effective sample size of
-      whole completions, and a tenth or more is lost.
+    * The data are stale, yet the discrepancy d is the larger part of the ratio (`FreshDataMonitor`), and costs at least
+      a tenth of the effective sample size of whole completions: over L tokens with uncorrelated errors, exp(-L d^2) is
+      left.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ def _lost(discrepancy: float, length: float) -> float:
 
 
 def _holds(rows: Sequence[tuple[float, ...]], test: Callable[..., bool]) -> bool:
-    """Of the medians of all rows and of the last ones: what only the first steps of a run had is over."""
+    """Whether the medians of all rows and of the last ones both pass the test: early trouble may be over."""
     return len(rows) >= MIN_STEPS and all(test(*_medians(some)) for some in (rows, list(rows)[-MIN_STEPS:]))
 
 

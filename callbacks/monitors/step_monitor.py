@@ -109,19 +109,19 @@ class RolloutMonitor(StepMonitor):
     * `reward/mean_sampled`: mean over all groups scored since the previous step, before any filter.
     * `reward/part/<name>`: mean of a part of the reward, over the rollouts to which it applies, see `CombinedReward`.
     * `sample/dropped_share`: share of those groups that filters dropped.
-    * `sample/dropped_token_share`: share of the tokens of the groups that were trained on or dropped since the step
-      before that was dropped, by filters, the bound, redundancy, failed rewards or restarts of the engine.
-    * what a reward with a method `metrics` returns, such as the cost of a judge.
+    * `sample/dropped_token_share`: tokens dropped since the previous step by filters, the bound, redundancy, failed
+      rewards or engine restarts, as a share of those dropped or trained on.
+    * what the reward's `metrics` returns, such as a judge's cost.
     * `rollout/length_mean`: trained tokens; `policy/entropy`: per token.
-    * `rollout/cut_share`: share of the completions that were cut at `sampling.max_tokens`, and not ended by the policy.
-      The first time that most are, a line says so.
-    * `policy/loss`: of the step, with all penalties, as the optimizer minimises it. Policy-gradient surrogates are
-      defined by their gradients; the value means little.
+    * `rollout/cut_share`: share of completions cut at `sampling.max_tokens` instead of ended by the policy. The first
+      time that most are, a line says so.
+    * `policy/loss`: of the step, with all penalties, as the optimizer minimises it. Its value means little:
+      policy-gradient surrogates are defined by their gradients.
     * `policy/reference_kl`: KL(policy || reference) per token, unbiased on stale tokens, too: the mean of
       pi / mu (ref / pi - 1 - log(ref / pi)).
     * `policy/teacher_divergence`: the divergence of `model.distillation`; with its sampled gradient an estimate of
       KL(policy || teacher).
-    * `rollout/no_signal_share`: share of rollouts with advantage 0, which cost time without any gradient from rewards.
+    * `rollout/no_signal_share`: share of rollouts with advantage 0, without gradient from rewards.
     """
 
     prog_bar = ("reward/mean",)
@@ -229,11 +229,10 @@ def mean_parts(rollouts: Iterable[Rollout]) -> dict[str, float]:
 class StalenessMonitor(StepMonitor):
     """Logs `sample/staleness_{mean,p95,max}` over the tokens of a step, in versions, and `sample/mixed_version_share`.
 
-    `mixed_version_share` is the share of rollouts sampled by more than one version (in-flight updates). The age of a
-    rollout has two parts, logged as means over rollouts (the lags of ESTR, arXiv:2607.22186):
-    `sample/inter_rollout_lag`, from the version of its newest token to the version in training, and
-    `sample/intra_rollout_lag`, from the version of its oldest token to that of its newest. `run_mean` and `run_max`
-    accumulate over the whole run, for `RunSummary`.
+    `mixed_version_share` is the share of rollouts sampled by several versions (in-flight updates). A rollout's age has
+    two parts, logged as means (the lags of ESTR, arXiv:2607.22186): `sample/inter_rollout_lag`, from the version of its
+    newest token to the version in training, and `sample/intra_rollout_lag`, from the version of its oldest token to
+    that of its newest. `run_mean` and `run_max` accumulate over the whole run, for `RunSummary`.
     """
 
     prog_bar = ("sample/staleness_mean",)
@@ -284,7 +283,7 @@ class StalenessMonitor(StepMonitor):
 class ImportanceMonitor(StepMonitor):
     """Logs statistics of the importance ratios pi / mu over a step.
 
-    * `importance/ess_ratio`: effective sample size of whole rollouts, as a share of those with a trained token (VCPO's
+    * `importance/ess_ratio`: effective sample size of whole rollouts, over those with a trained token (VCPO's
       definition).
     * `importance/ess_ratio_token`: the same over tokens (PipelineRL's definition); the two are not comparable.
     * `importance/kl_{k1,k2,k3}`: estimates of KL(mu || pi) per token.
@@ -361,13 +360,13 @@ class ThroughputMonitor(StepMonitor):
     """Logs seconds and tokens per second of each step, and idle shares of trainer and engine.
 
     * `perf/step_s`, `perf/tokens_per_s`: duration of the step, and completion tokens trained on by all ranks.
-    * `perf/rollout_wait_s`, `perf/trainer_wait_share`: time the trainer waited for rollouts, and its share.
-    * `perf/engine_idle_share`: share of the time in which no admitted rollout was left to sample.
-    * `sample/queue_size`, `sample/unfinished`: finished groups that wait for training, and groups being sampled.
+    * `perf/rollout_wait_s`, `perf/trainer_wait_share`: time that the trainer waited for rollouts, and its share.
+    * `perf/engine_idle_share`: share of the time without an admitted rollout left to sample.
+    * `sample/queue_size`, `sample/unfinished`: groups waiting for training, and being sampled.
     * `sample/total_tokens`: tokens generated since the run began, before a resume, too.
     * `sample/lost`: groups dropped in the step: redundant ones (`redundant_groups`), or by a full `ring`.
-    * `perf/computed_share`: tokens that a pass over the step computes, over those of separate rows, with
-      `model.packing`; 1 where rows are computed separately.
+    * `perf/computed_share`: with `model.packing`, tokens computed in a pass over the step, over those of separate rows;
+      else 1.
 
     A replay of a tape has neither engine nor queue, and logs no `perf/engine_idle_share` and no other `sample/*`.
     """
@@ -404,7 +403,7 @@ class ThroughputMonitor(StepMonitor):
             self.run_in_rows.update(in_rows)
 
     def computed_share(self) -> float | None:
-        """Tokens computed in the run so far, over those of separate rows; None without packing. A collective."""
+        """`perf/computed_share` of the run so far; None without packing. A collective."""
         return _share(self.run_computed, self.run_in_rows)
 
     def compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Mapping[str, Any]:
@@ -462,7 +461,7 @@ def _share(part: SumMetric, whole: SumMetric) -> float | None:
 
 
 class LengthBiasMonitor(StepMonitor):
-    """Compares dropped groups with trained ones over the last `window` steps; warns once about a length bias.
+    """Compares dropped with trained groups over the last `window` steps; warns once about a length bias.
 
     For each fate of groups (`trained`; `expired` at the staleness bound; `unbegun`: expired before its first token;
     `no_signal`) it logs:
@@ -475,8 +474,8 @@ class LengthBiasMonitor(StepMonitor):
 
     Args:
         window: optimizer steps per window.
-        ratio: ratio of mean lengths, dropped to trained, from which it warns.
-        min_groups: smallest number of dropped groups in the window for a warning.
+        ratio: ratio of mean lengths, dropped to trained, that warns.
+        min_groups: dropped groups in the window needed for a warning.
 
     Raises:
         ValueError: a setting is out of range.

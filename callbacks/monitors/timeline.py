@@ -48,15 +48,14 @@ class Timeline(pl.Callback):
     | `trainer` | `wait`, `forward_backward` (with `step`, `micro_batch`, `versions`, `staleness`), `optimizer`, |
     | | `publish`, `checkpoint`, `validation` |
 
-    Waits and busy times of the engine agree with `BottleneckVerdict`. Spans of an engine or a reward worker within a
-    window (50 ms, or a tenth of a step) are merged: the merged span begins with the first and lasts for the sum of
-    their durations. On a GPU, spans of the trainer are host time: its thread runs ahead of the device.
+    Waits and busy times of the engine agree with `BottleneckVerdict`. An engine's or reward worker's spans within a
+    window (50 ms, or a tenth of a step) are merged: the merged span begins with the first and lasts for the sum of all.
+    On a GPU, spans of the trainer are host time: its thread runs ahead of the device.
 
-    When training starts, ranks on other machines measure the offset of their clocks from rank 0 (the median of times
-    exchanged after barriers), and correct it.
+    When training starts, ranks on other machines measure and correct the offset of their clocks from rank 0's.
 
-    Files are written every `flush_s` seconds, and are readable at any time, also after a kill; a resumed run appends to
-    them. With several timelines in one Trainer only the first writes.
+    Files are readable at any time, also after a kill; a resumed run appends to them. With several timelines in one
+    Trainer only the first writes.
 
     Args:
         max_mb: largest size of a file. Beyond half of it every 10th step is recorded, beyond three quarters every
@@ -214,8 +213,7 @@ class Timeline(pl.Callback):
 def clock_offset(trainer: AnyTrainer) -> float:
     """Seconds by which the clock of rank 0 is ahead of this rank's; 0 on the same machine. A collective.
 
-    All ranks read their clocks right after a barrier, at nearly the same time; the result is the median of several
-    rounds.
+    All ranks read their clocks right after a barrier; the result is the median of several rounds.
     """
     group = cpu_group()
     if group is None or trainer.world_size == 1:

@@ -24,9 +24,9 @@ MAX_GROWTH = 1.0  # a straight line
 class WeightDriftMonitor(SignalCallback):
     """Logs how far the weights have moved since the data were sampled, and the distance that halves their worth.
 
-    With a learning rate eta, an update of norm G per unit of it, data S versions old and T steps of training, the
-    bias of a stale gradient is of order S eta G, which must stay below the radius of what a batch tolerates, and the
-    policy has moved by at most T eta G (arXiv:2607.01083). Here the four are measured and not bounded:
+    With a learning rate eta, an update of norm G per unit of it, data S versions old and T steps of training, the bias
+    of a stale gradient is of order S eta G, which must stay below the radius of what a batch tolerates, and the policy
+    has moved by at most T eta G (arXiv:2607.01083). Here the four are measured:
 
         drift/step      |theta_t - theta_t-1|                    eta G, for any optimizer
         drift/stale     |theta_t - theta_t-S|, S the mean age    at most S eta G; less if steps turn
@@ -38,12 +38,12 @@ class WeightDriftMonitor(SignalCallback):
     The effective sample size falls as exp(-a d^2) if log-ratios are normal with a deviation that grows with the
     distance d; a is fitted to -log of the measured one, by least squares over about ten steps. The distance grows with
     a power of the lag, between 1/2 (a random walk) and 1 (a straight line), as from `drift/step` to `drift/stale`. The
-    form of the fit, the power and one half are ours; theory has orders of magnitude only. A radius of the whole way,
-    beyond which a policy is lost, cannot be measured before it is: `drift/total` has no counterpart.
+    form of the fit, the power and one half are our choices; theory has orders of magnitude only. The distance at which
+    a policy is lost cannot be measured before it is, so `drift/total` has no counterpart.
 
-    Distances are of the trained parameters, over all shards, from a random sample of their entries (exact where there
-    are no more than `num_entries`; else with a relative error of about 1 / sqrt(`num_entries`) for updates of even
-    size). A resumed run begins anew.
+    Distances are of the trained parameters, over all shards, estimated from a random sample of entries (exact up to
+    `num_entries`; else with a relative error of about 1 / sqrt(`num_entries`) for updates of even size). A resumed run
+    begins anew.
 
     Example:
         ```python
@@ -61,8 +61,8 @@ class WeightDriftMonitor(SignalCallback):
 
     Args:
         num_entries: of the weights on each rank, to look at.
-        max_lag: versions to remember; older data are measured no more. Each takes 4 `num_entries` bytes.
-        optimizer: optimizer whose parameters are meant, by position or submodule name; None if there is only one.
+        max_lag: versions to remember; older data are not measured. Each takes 4 `num_entries` bytes.
+        optimizer: optimizer whose parameters to measure, by position or submodule name; None if there is only one.
         extract: adapter for modules that set no signals, see `lit_async_rl.stabilizers.signals`.
 
     Raises:

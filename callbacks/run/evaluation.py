@@ -33,26 +33,26 @@ log = logging.getLogger(__name__)
 class Evaluation(pl.Callback):
     """Samples held-out prompts in the training engine, concurrently with training, and logs pass@1 and pass@k.
 
-    The trainer waits at most `max_block_s` per evaluation (and `end_wait_s` at the end of training). An evaluation has
-    at most `max_concurrent` samples in the engine; the embedded engine schedules them before queued rollouts, so
-    neither starves the other. Training does not depend on it: with `data.admission: FixedLag` it is bit-identical. The
-    policy evaluated is `eval/version`; with in-flight weight updates the last tokens may come from newer versions, up
-    to `eval/newest_version`, unless `max_block_s` lets the trainer wait before it updates. Without in-flight updates an
-    evaluation uses one version, and runs as a separate batch between two training batches.
+    The trainer waits at most `max_block_s` per evaluation, and `end_wait_s` at the end of training. The embedded engine
+    schedules the samples (at most `max_concurrent` at a time) before queued rollouts, so neither starves the other.
+    Training does not depend on it: with `data.admission: FixedLag` it is bit-identical. The policy evaluated is
+    `eval/version`; with in-flight weight updates the last tokens may come from newer versions, up to
+    `eval/newest_version`, unless the trainer waits for them (`max_block_s`). Without in-flight updates an evaluation
+    uses one version, in a separate batch between two training batches.
 
     Logs `eval/<data set>/pass@1`, `pass@k` (unbiased: 1 - C(n - c, k) / C(n, k), Chen et al. 2021, arXiv:2107.03374)
-    and `reward`, the same without a data set for all prompts together, `eval/version`, `oldest_version`,
+    and `reward`, the same for all prompts together (without a data set), `eval/version`, `oldest_version`,
     `newest_version`, `mean_version`, `seconds` and `blocked_s`, on rank 0, at the step in which the evaluation ends.
 
     Args:
         datasets: held-out prompts by name of the dataset, each as `data.prompts`: a source, or records.
-        every_n_steps: optimizer steps between the starts of evaluations; the first starts with the first step. If one
-            is due while another runs, it starts afterwards. After a resume the next one starts at the step planned
-            before, and at most this many steps later.
+        every_n_steps: optimizer steps between the starts of evaluations, from the first step on. One that is due while
+            another runs starts afterwards. After a resume the next starts at the step planned before, at most this many
+            steps later.
         num_samples: completions per prompt, n.
         ks: values of k for pass@k; None is 1 and `num_samples`.
         sampling: sampling parameters; None is `data.val_sampling`.
-        max_concurrent: largest number of samples in the engine at a time.
+        max_concurrent: largest number of samples in the engine.
         max_block_s: seconds that the trainer waits for an evaluation.
         timeout_s: seconds after which an evaluation is abandoned, with a log line.
         end_wait_s: seconds to wait for a running evaluation at the end of training.
@@ -130,7 +130,7 @@ class Evaluation(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Starts an evaluation if one is due; reads the prompts before the first evaluation."""
+        """Starts an evaluation if one is due; reads the prompts before the first one."""
         data = rollout_data(trainer, "Evaluation")
         if self._questions is None:
             self._questions = self._read(data) if trainer.is_global_zero else []

@@ -44,10 +44,10 @@ class Display:
     """Draws the progress of one fit or validation."""
 
     def step(self, number: int, total: float, items: Sequence[str]) -> None:
-        """`number` of `total` optimizer steps are done; `items` are metrics, and at last the time that is left."""
+        """`number` of `total` optimizer steps are done; `items` are metrics, and last the time left."""
 
     def end(self) -> None:
-        """Training is over, and other callbacks are about to say what they have found."""
+        """Training is over, and other callbacks are about to report."""
 
     def validation(self, number: int, total: float) -> None:
         """`number` of `total` batches of a validation are done."""
@@ -76,7 +76,7 @@ class Lines(Display):
             self.end()
 
     def end(self) -> None:
-        """Says the last step, unless that was done: a run may end before `trainer.max_steps`."""
+        """Prints the last step, unless that was done: a run may end before `trainer.max_steps`."""
         if self._unsaid:
             self.print(self._unsaid)
             self._unsaid = ""
@@ -131,15 +131,15 @@ class Bars(Display):
 class OneAtATime(Console):
     """A console that serialises output of threads, from cursor movement to the last character.
 
-    rich looks where its drawing stands, lets other threads print, and then writes: of a drawing that grew meanwhile a
-    line would stay on the screen. Long lines are broken between words. A word longer than a line, such as a path, stays
-    in one piece: the terminal wraps it, so that it can be copied.
+    rich looks where its drawing stands, lets other threads print, and then writes: a line of a drawing that grew
+    meanwhile would stay on the screen. Lines break between words only; the terminal wraps a longer word, such as a
+    path, so that it can be copied.
 
     Args:
         settings: of rich's console.
 
     Attributes:
-        lock: that of the drawing, which holds it while it draws.
+        lock: held by the drawing while it draws.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -178,10 +178,10 @@ class OneAtATime(Console):
 
 
 class LogsAbove:
-    """Sends what log handlers write to the terminal through `sys.stderr`, which rich prints above what it draws.
+    """Sends terminal output of log handlers through `sys.stderr`, which rich prints above its drawing.
 
-    Handlers keep the stream of the time when they were made, and would write into the drawing. Made when the drawing
-    has begun, and closed before it ends.
+    Handlers keep the stream that they were made with, and would write into the drawing. Made after the drawing begins,
+    and closed before it ends.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ def first_that_fit(items: Sequence[str], width: int, gap: str = "  ") -> list[st
 
 
 def lines_that_fit(items: Sequence[str], width: int, gap: str = "  ") -> list[str]:
-    """All items, as many in a line as fit; an item longer than a line has one of its own."""
+    """All items, as many in a line as fit; a longer item has a line of its own."""
     lines = []
     left = list(items)
     while left:
@@ -227,11 +227,10 @@ def lines_that_fit(items: Sequence[str], width: int, gap: str = "  ") -> list[st
 
 
 class Progress(ProgressBar):
-    """Steps done, reward, held-out accuracy, staleness, dropped tokens, tokens per second and the time that is left.
+    """Steps done, reward, held-out accuracy, staleness, dropped tokens, tokens per second and the time left.
 
-    In a terminal or a notebook these stand beside a bar. Where output goes to a file or a pipe, or the terminal can do
-    nothing (`TERM=dumb`), they are lines: of the first step and the last, and of one every `every_s` seconds, or every
-    2 % of the time so far if that is longer.
+    In a terminal or a notebook these stand beside a bar. In a file, a pipe or a terminal with `TERM=dumb` they are
+    lines: of the first and last step, and every `every_s` seconds, or every 2 % of the time so far if that is longer.
 
     Args:
         every_s: seconds between two lines.
@@ -352,7 +351,7 @@ class Progress(ProgressBar):
         self._close()
 
     def items(self, trainer: AnyTrainer, pl_module: AnyModule) -> list[str]:
-        """Metrics with their names, the share of the sampled tokens that was dropped, and the time that is left."""
+        """Metrics with their names, the share of sampled tokens dropped, and the time left."""
         seconds = (time.monotonic() - self._began) / max(1, self.num_steps - self._first_step)
         left_s = (self.max_steps - self.num_steps) * seconds
         metrics = [f"{name} {value}" for name, value in self.get_metrics(trainer, pl_module).items()]

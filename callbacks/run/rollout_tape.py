@@ -19,14 +19,14 @@ class RolloutTape(pl.Callback):
     """Writes every trained group, with its optimizer step, to a tape (see `lit_async_rl.replay.tape`).
 
     Args:
-        folder: folder of the tape; None is `tape` in the log folder. Required to continue the tape after a resume.
-        every_n_steps: steps per file. Checkpoints are never ahead of the tape: saving one flushes the tape, and
-            includes rows that could not be written to a full disk.
-        full_disk_timeout_s: seconds to wait at the end of training for space on a full disk.
+        folder: folder of the tape; None is `tape` in the log folder. Needed to continue the tape after a resume.
+        every_n_steps: steps per file. Checkpoints are never ahead of the tape: saving one flushes it, and includes rows
+            that a full disk did not take.
+        full_disk_timeout_s: seconds to wait for space on a full disk at the end of training.
 
     Raises:
         ValueError: a setting is out of range; when training starts, there is no folder to write to, the folder holds
-            the tape being replayed, there is no `PolicyModule`, or no `RolloutDataModule`.
+            the tape being replayed, or `PolicyModule` or `RolloutDataModule` is missing.
         OSError: the disk is still full at the end of training.
     """
 
@@ -81,7 +81,7 @@ class RolloutTape(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Flushes the tape, and stores unwritten rows in the checkpoint."""
+        """Flushes the tape; the checkpoint gets unwritten rows."""
         self._flush()
         if self._writer is not None and self._writer.unwritten_rows:
             checkpoint["tape_rows"] = self._writer.unwritten_rows

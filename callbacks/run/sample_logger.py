@@ -64,8 +64,7 @@ def sample_row(
 ) -> dict[str, Any]:
     """Columns of one rollout in `samples.jsonl`, beyond those of the loggers' tables.
 
-    Per-token lists have at most `max_tokens` entries. Longer completions lose their middle; `cut` is then the position
-    and the length of the missing part, in tokens.
+    Completions longer than `max_tokens` lose their middle in per-token lists; `cut` is then its position and length.
     """
     rollout = group.rollouts[sample]
     length = len(rollout.token_ids)
@@ -132,8 +131,8 @@ COLUMNS = ["step", "group", "prompt", "completion", "answer", "reward", "oldest_
 class SampleLogger(pl.Callback):
     """Writes rollouts of every n-th step to `samples.jsonl` in the run's folder, and as a table to trackers.
 
-    Trackers are Weights & Biases, MLflow, Trackio and TensorBoard, if the run uses them. With several sample loggers in
-    one Trainer only the last writes.
+    Trackers are the run's Weights & Biases, MLflow, Trackio and TensorBoard. Of several sample loggers in one Trainer
+    only the last writes.
 
     The file has each token's text, version, log-ratio, advantage and entropy, for `lit-async-rl report`. With several
     ranks the last three are recorded only for rollouts that rank 0 trained on. After every validation, samples of the
@@ -143,7 +142,7 @@ class SampleLogger(pl.Callback):
         every_n_steps: optimizer steps between samples.
         num_groups: prompts per sample, with all of their completions.
         num_held_out: completions per validation.
-        max_tokens: largest number of tokens per completion with values; longer ones lose their middle.
+        max_tokens: tokens per completion with values; longer ones lose their middle.
         max_mb: size of a file beyond which the samples of every other step are dropped.
 
     Raises:
@@ -177,7 +176,7 @@ class SampleLogger(pl.Callback):
         self._lock: FolderLock | None = None
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Closes the folder of an earlier run: samples of a validation before the next run wait for its folder."""
+        """Closes the folder of an earlier run: samples of a validation wait for the next run's."""
         # `writing_folder` is a collective; the conditions before it are the same on all ranks
         if stage == "validate" and self._folder is not None and writing_folder(trainer) != self._folder:
             self._folder = None
@@ -208,7 +207,7 @@ class SampleLogger(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Collects the values of each micro-batch's tokens, and writes after the step's last one."""
+        """Collects each micro-batch's values, and writes after the step's last one."""
         if not self._is_writer:
             return
         data = rollout_data(trainer, "SampleLogger")
@@ -265,7 +264,7 @@ class SampleLogger(pl.Callback):
             thin_out(path, int(self.max_mb * 2**20))
 
     def _log(self, trainer: pl.Trainer, rows: Sequence[Sequence[Any]]) -> None:
-        """Logs to trackers, at the step of the rollouts' metrics: trackers count steps from 0, our files from 1."""
+        """Logs to trackers at the step of the rollouts' metrics: trackers count from 0, our files from 1."""
         step = step_in_trackers(trainer)
         for logger in trainer.loggers:
             log_table(logger, "samples", COLUMNS, rows=[[step, *row[1:]] for row in rows], step=step)

@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 class SaveOnSigterm(Checkpoint):
     """Saves `last.ckpt` after SIGTERM, at the end of the running micro-batch (at once while the trainer waits).
 
-    An unfinished step is repeated after a resume; with several ranks it is finished first. Before training, and in a
-    validation outside of training, there is nothing to save, and SIGTERM exits with status 143.
+    An unfinished step is repeated after a resume; several ranks finish it first. Before training, and in a validation
+    outside of training, SIGTERM saves nothing and exits with status 143.
 
-    SIGHUP, which a closed terminal sends, is handled like SIGTERM, unless it is ignored (`nohup`) or has another
-    handler. Later output to the terminal goes to `after_hangup.txt` in the run's folder.
+    SIGHUP, which a closed terminal sends, is handled likewise, unless it is ignored (`nohup`) or has another handler.
+    Later output goes to `after_hangup.txt` in the run's folder.
 
     The checkpoint goes to the folder of the run's `ModelCheckpoint`, or to the default folder of one. With
     `data.admission: FixedLag` saving waits for all admitted groups, so the grace period before SIGKILL must cover a
     step and their sampling.
 
     Attributes:
-        path: path of the checkpoint, also if it could not be written to a full disk; None before.
+        path: path of the checkpoint, even if a full disk did not take it; None before.
         signal_name: name of the signal in the log. The command line turns Ctrl-C into SIGTERM, and `_HangupHandler`
             SIGHUP.
     """
@@ -59,7 +59,7 @@ class SaveOnSigterm(Checkpoint):
         self._folder: Path | None = None  # None before training, while the engine starts
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Installs the handler of SIGHUP, unless the signal is ignored or has a handler."""
+        """Installs the handler of SIGHUP where the signal has none."""
         self._folder = None
         if stage == "fit":
             self.path = None
@@ -90,7 +90,7 @@ class SaveOnSigterm(Checkpoint):
             self._save(trainer)
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Saves if the signal arrived while the trainer waited for rollouts."""
+        """Saves if the signal came while the trainer waited for rollouts."""
         if self.path is None and is_asked_to_stop(trainer):
             self._save(trainer)
 
@@ -153,7 +153,7 @@ class _HangupHandler:
         signal.raise_signal(signal.SIGTERM)
 
     def _redirect_terminal(self) -> None:
-        """Replaces a closed terminal by a file: every `print` to it would raise, also while the checkpoint is saved."""
+        """Replaces a closed terminal by a file: any `print` to it would raise, also during saving."""
         path = os.devnull if self._folder is None else str(self._folder / "after_hangup.txt")
         terminals = self._terminals
         self._terminals = []
@@ -194,9 +194,9 @@ class SaveOnFailure(Checkpoint):
     """Saves `failed.ckpt` when engine, reward or environment end the run, or after too many NaN gradients.
 
     These errors are raised between two steps, so weights, moments and finished rollouts are consistent, and the run can
-    be resumed once the cause is fixed. The checkpoint goes to the folder of the run's `ModelCheckpoint`, or to the
-    default folder of one. Nothing is saved before the first finished rollout. Nor is it with several ranks: saving is a
-    collective, and the ranks without the error would not join.
+    be resumed once the cause is fixed. The checkpoint goes to the same folder as that of `SaveOnSigterm`. It saves
+    nothing before the first finished rollout, nor with several ranks: saving is a collective, which ranks without the
+    error would not join.
 
     Attributes:
         path: path of the checkpoint; None until one is saved.
@@ -235,13 +235,13 @@ class SaveOnFailure(Checkpoint):
 class LinkedCheckpoint(ModelCheckpoint):
     """`ModelCheckpoint` (same arguments) for checkpoints that are written in the background.
 
-    With `save_last: link` the file `last.ckpt` is a symbolic link. It is replaced atomically once the newest checkpoint
-    is written, also by a run resumed from it.
+    With `save_last: link`, `last.ckpt` is a symbolic link, replaced atomically once the newest checkpoint is written,
+    also by a run resumed from it.
 
-    The end of training is saved, too, though it may lie between two multiples of `every_n_train_steps`. Then only
-    `last.ckpt` is written, as a file, and no other checkpoint is removed, in two cases: with a `monitor` (its metric
-    belongs to an earlier step), and before `trainer.max_steps` (the run may have stopped because it collapsed). A
-    failure after the last step, such as in another callback's `on_train_end`, does not prevent this.
+    It also saves the end of training between two multiples of `every_n_train_steps`. With a `monitor` (its metric
+    belongs to an earlier step), or before `trainer.max_steps` (the run may have collapsed), only `last.ckpt` is then
+    written, as a file, and no other checkpoint is removed. A failure after the last step, such as in another callback's
+    `on_train_end`, does not prevent this.
     """
 
     _has_ended = False  # whether the last step is done; the callbacks' `on_train_end` may not be
@@ -252,7 +252,7 @@ class LinkedCheckpoint(ModelCheckpoint):
             tell_loggers_after_saving(trainer)
 
     def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Saves the end of training, unless `SaveOnSigterm` does because the run was asked to stop."""
+        """Saves the end of training, unless `SaveOnSigterm` does."""
         saves_itself = callbacks_of(trainer, SaveOnSigterm)
         if self._should_skip_saving_checkpoint(trainer) or (saves_itself and is_asked_to_stop(trainer)):
             return
@@ -278,7 +278,7 @@ class LinkedCheckpoint(ModelCheckpoint):
         self._has_ended = False
 
     def on_train_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Records the end of training: the last step is done, and no `on_train_end` was called yet."""
+        """Records the end of training, before any `on_train_end`."""
         super().on_train_epoch_end(trainer, pl_module)  # type: ignore[arg-type]
         self._has_ended = trainer.fit_loop.done
 
@@ -293,7 +293,7 @@ class LinkedCheckpoint(ModelCheckpoint):
         trainer.strategy.barrier()  # no rank may read the link before it is set
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state, and adopts an existing link: it may be newer than the state in the checkpoint."""
+        """Restores the state, and adopts an existing link, which may be newer."""
         super().load_state_dict(state_dict)
         if self.dirpath is not None:
             link = Path(self.dirpath, f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}")

@@ -23,18 +23,18 @@ from lit_async_rl.utils.lightning_types import AnyModule, AnyTrainer
 class WeightSync(pl.Callback):
     """Publishes the policy every `data.weight_sync_steps` optimizer steps.
 
-    The version is incremented and weights are published only if they changed: if every update since the last
-    publication was skipped (for example by `GradientAlignmentControl`), the engine keeps its weights. Admission
-    advances either way. Logs `perf/weight_sync_s`, the seconds that the trainer spent publishing.
+    It publishes weights, and increments the version, only if they changed: if every update since the last publication
+    was skipped (for example by `GradientAlignmentControl`), the engine keeps its weights. Admission advances either
+    way. Logs `perf/weight_sync_s`, the seconds that the trainer spent publishing.
 
-    Before training it copies settings between the parts, so that each is given once: `data.model` is by default the
-    module's, `accumulate_grad_batches` is `data.micro_batches_per_step`, groups are kept whole if the loss or baseline
-    needs it, and the tokenizer must fit the model.
+    Before training it copies settings, so that each is given once: `data.model` is by default the module's,
+    `accumulate_grad_batches` is `data.micro_batches_per_step`, and groups stay whole if the loss or baseline needs it.
+    The tokenizer must fit the model.
 
     Attributes:
         weight_sync_steps: optimizer steps between publications, from the data module.
         total_s: seconds spent publishing since training began.
-        held_s: seconds beside these in which a publication waited for the slowest of several replicas.
+        held_s: further seconds in which publications waited for the slowest of several replicas.
 
     Raises:
         ValueError: settings of module, data module and trainer contradict each other.
@@ -62,7 +62,7 @@ class WeightSync(pl.Callback):
             self._steps_before = 0
 
     def link(self, trainer: AnyTrainer, module: PolicyModule, data: RolloutDataModule) -> None:
-        """Propagates settings shared by module, data module and trainer.
+        """Copies settings that module, data module and trainer share.
 
         Raises:
             ValueError: two of them contradict each other.

@@ -1,6 +1,6 @@
 """Arguments of `fit` in other forms: models and tokenizers in memory, dictionaries, lists, PEFT's LoRA.
 
-A model in memory is written to the run's folder, from which trainer and engine read it like any other.
+A model in memory is written to the run's folder, where trainer and engine read it like any other.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ PEFT_IGNORED = ("task_type", "inference_mode", "base_model_name_or_path", "revis
 
 
 def as_groups(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with an object of this package for each dictionary, list of held-out prompts, and `peft.LoraConfig`.
+    """Settings with an object of this package for each dictionary, list of prompts and `peft.LoraConfig`.
 
     Raises:
         TypeError: a dictionary has a key that its class does not.
-        ValueError: a `LoraConfig` has a setting that this package's adapters do not.
+        ValueError: a `LoraConfig` has a setting that adapters here lack.
     """
     made = dict(settings)
     for name in GROUPS.keys() & settings.keys():
@@ -115,7 +115,7 @@ MODEL_FOLDER = "model"  # in the run's folder
 
 
 def check_model(model: Any, tokenizer: Any) -> None:
-    """Refuses what is no model, and a tokenizer without a model that it could stand beside.
+    """Refuses what is no model, and a tokenizer that cannot go with it.
 
     Raises:
         ValueError: says what is wanted.
@@ -145,18 +145,17 @@ def in_folder(
 ) -> Iterator[str]:
     """Context with a folder of the model and its tokenizer: the run's, or without a logger one that goes at the end.
 
-    A model that is named, and has no other tokenizer, stays where it is. An error before the first step takes the
-    folder away, or brings back what was there. Ranks other than the leading one have a folder each that goes at the
-    end.
+    A named model without another tokenizer stays where it is. An error before the first step removes the folder, or
+    brings back what was there. Ranks other than the leading one have temporary folders.
 
     Args:
         model: in memory, or its name or folder.
-        tokenizer: in the place of the model's own; None is that of the place where the model came from.
+        tokenizer: in place of the model's own; None is that of where the model came from.
         trainer: of the run, whose folder is known.
         name: of the folder, in the run's.
 
     Raises:
-        ValueError: there is no tokenizer; or the model's own files are in the folder that would be written.
+        ValueError: there is no tokenizer; or the folder to write holds the model's own files.
     """
     if not isinstance(model, PreTrainedModel) and tokenizer is None:
         yield os.fspath(model)
@@ -228,7 +227,7 @@ def _write(model: Any, tokenizer: PreTrainedTokenizerBase, part: Path, *, folder
 
 
 def _has_forked(trainer: pl.Trainer) -> bool:
-    """Whether the ranks were forked from this process, whose Trainer does not know their steps after an error."""
+    """Whether ranks were forked from this process, whose Trainer does not know their steps after an error."""
     launcher: Any = trainer.strategy.launcher
     return launcher is not None and launcher.is_interactive_compatible and bool(getattr(launcher, "procs", ()))
 
@@ -247,6 +246,6 @@ def _own_tokenizer(model: Any) -> PreTrainedTokenizerBase:
 
 
 def as_typed(message: str, names: Sequence[str]) -> str:
-    """A message of the three classes, which name settings by section (`data.group_size`), for arguments of `fit`."""
+    """A message of the three classes without the section of settings (`data.group_size`), for arguments of `fit`."""
     known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     return re.sub(rf"(?<![\w./])(?:data|model|trainer)\.(?=(?:{known})\b(?!/))", "", message)

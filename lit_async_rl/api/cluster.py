@@ -15,14 +15,14 @@ from lit_async_rl.data.module import RolloutDataModule
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is among the others, and how it tells the command what only it knows.
+    """Where a rank is among the others, and how it reports to the command.
 
     Args:
         num_local: ranks on this node: `trainer.devices`.
         num_nodes: nodes with ranks: `trainer.num_nodes`.
         resume_from: checkpoint of an earlier start of the same run; None at the first.
         tell_folder: takes the folder of the run's checkpoints.
-        give: takes what the command gets back: plain data.
+        give: takes plain data for the command.
     """
 
     num_local: int
@@ -37,7 +37,7 @@ class Outcome:
     """How a run of placed ranks ended.
 
     Args:
-        status: exit status of rank 0, as a shell counts it; its message, if there is one, has been shown.
+        status: exit status of rank 0, as a shell counts it; any message has been shown.
         result: what rank 0 gave; None if it gave nothing.
         folder: of the run's checkpoints; None before training began.
     """
@@ -84,11 +84,11 @@ class Cluster(ABC):
 
     @abstractmethod
     def actors_connected(self) -> AbstractContextManager[Any]:
-        """Context in which the actors of this process's run can be set up."""
+        """Context in which actors of this process's run can be set up."""
 
     @abstractmethod
     def place_actors(self, trainer: pl.Trainer, data: RolloutDataModule) -> None:
-        """Has a data module use actors in place of its own engine, reward and environment."""
+        """Makes a data module use actors instead of its own engine, reward and environment."""
 
     @abstractmethod
     def as_config(self) -> dict[str, Any]:

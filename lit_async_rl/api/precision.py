@@ -1,4 +1,4 @@
-"""Default precision of a run on a GPU: products in bfloat16, everything that is summed up in float32."""
+"""Default precision of a run on a GPU: products in bfloat16, all sums in float32."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 def gpu_precision(settings: Mapping[str, Any]) -> dict[str, str]:
     """Trainer settings for a GPU where the user names no precision; empty otherwise.
 
-    `bf16-mixed`: weights, gradients, optimizer states and log-probabilities are float32, and matrix products are
-    bfloat16, with 15 times the throughput of float32 on an H100 by its data sheet. The other float32 products use
-    TF32. On cards without bfloat16, and with strategies that shard weights, whose dtype
-    `model.sharding.compute_dtype` sets, float32 remains.
+    `bf16-mixed`: weights, gradients, optimizer states and log-probabilities are float32, and matrix products bfloat16,
+    with 15 times the throughput of float32 on an H100 by its data sheet. Other float32 products use TF32. Float32
+    remains on cards without bfloat16, and with strategies that shard weights, whose dtype
+    `model.sharding.compute_dtype` sets.
 
     Args:
         settings: of `Trainer`.

@@ -1,4 +1,4 @@
-"""Ranks that a cluster places: input of each rank, and results for the process that started the run."""
+"""Ranks that a cluster places: input of each, and results for the process that started the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class TellFolder(pl.Callback):
-    """Tells the process that started the ranks where their checkpoints are, for a start after a failure."""
+    """Tells the process that started the ranks where checkpoints are, for a start after a failure."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -31,7 +31,7 @@ class TellFolder(pl.Callback):
 
 
 def placed_flags(place: Place) -> list[str]:
-    """Options of the command line that a rank adds to those of the command."""
+    """Options of the command line that a rank adds."""
     flags = ["--trainer.devices", str(place.num_local), "--trainer.num_nodes", str(place.num_nodes)]
     return flags if place.resume_from is None else [*flags, "--ckpt_path", place.resume_from]
 
@@ -49,7 +49,7 @@ def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def load_trained(module: pl.LightningModule, folder: str | None) -> None:
-    """Loads the last checkpoint of a run, where there is one as a single file, into a module of this process."""
+    """Loads a run's last checkpoint, if it is a single file, into a module of this process."""
     path = None if folder is None else Path(folder) / "last.ckpt"
     if path is None or not path.is_file():
         log.warning(

@@ -1,7 +1,7 @@
 """Refuses resumes that the checkpoint does not allow, before anything is sampled or written.
 
-Lightning restores weights in the validation ahead of training, and optimizers and rollouts after it, by which time
-tables in the run's folder have been cut at the checkpoint's step.
+Lightning restores optimizers and rollouts only after the validation ahead of training, when tables in the run's folder
+have been cut at the checkpoint's step.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ OPTIMIZERS = "optimizer_states"
 
 
 def check_resume(trainer: Trainer, module: PolicyModule, data: Any, *, ckpt_path: str | None) -> None:
-    """Refuses a checkpoint that this run cannot go on from; reads no values of weights.
+    """Refuses a checkpoint that this run cannot go on from; reads no weights.
 
     Args:
         trainer: that has not run yet.
         module: to be trained.
         data: of the run: a `RolloutDataModule`, or that of another stage.
-        ckpt_path: has passed `check_checkpoint`; one at an address such as `s3://` is checked when it is loaded.
+        ckpt_path: has passed `check_checkpoint`; one at an address such as `s3://` is checked on loading.
 
     Raises:
-        ValueError: it has no state of an optimizer or that of another kind, is of another model, of a schedule of
-            another length, of other prompts, or of another tokenizer.
+        ValueError: it lacks the optimizer's state, or is of another optimizer, model, length of the schedule, prompts
+            or tokenizer.
     """
     if ckpt_path is None or "://" in ckpt_path:
         return

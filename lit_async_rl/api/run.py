@@ -92,7 +92,7 @@ def fit(
 ) -> Trainer:
     """Trains a language model and prints a summary.
 
-    Ctrl-C, SIGTERM and SIGHUP save `last.ckpt` and say how to resume; no other process can use the run's folder
+    Ctrl-C, SIGTERM and SIGHUP save `last.ckpt` and say how to resume. No other process can use the run's folder
     meanwhile.
 
     Example:
@@ -115,18 +115,18 @@ def fit(
         reward: `reward(prompt, completion) -> float`, plain or `async`. Needed unless an environment scores, or a
             `distillation` alone trains.
         max_steps: optimizer steps.
-        recipe: what corrects stale data (`max_staleness` > 0) where the model is no `PolicyModule` and neither loss,
-            proximal policy, correction, baseline, advantage nor aggregation is given. `"vcpo"`: weights of whole
-            completions, the baseline of least variance, and a rate that follows the effective sample size
-            (arXiv:2602.17616); None: plain GRPO.
+        recipe: what corrects stale data (`max_staleness` > 0) unless the model is a `PolicyModule`, or loss, proximal
+            policy, correction, baseline, advantage or aggregation is given. `"vcpo"`: weights of whole completions, the
+            baseline of least variance, and a rate that follows the effective sample size (arXiv:2602.17616); None:
+            plain GRPO.
         ckpt_path: checkpoint to resume from; one in `RUN/checkpoints` continues the run in `RUN`.
         cluster: a `RayCluster` places trainer ranks, engines, rewards and environments on Ray; None trains in this
-            process. Arguments of a run whose ranks are placed go to them as pickles.
+            process. Placed ranks get arguments as pickles.
         tokenizer: in the place of the model's own.
-        **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`. A dictionary does for
-            `sampling`, `scoring`, `validation`, `limits`, `lora` and `sharding`, held-out prompts for
-            `validation`, and a `peft.LoraConfig` for `lora`. Without `learning_rate` and `optimizer` the rate is the
-            default times what fits `max_staleness` and the loss (1 with the recipe up to 64), and a line says so.
+        **settings: any other argument of `PolicyModule`, `RolloutDataModule` and `Trainer`. `sampling`, `scoring`,
+            `validation`, `limits`, `lora` and `sharding` may be dictionaries, `validation` held-out prompts, and `lora`
+            a `peft.LoraConfig`. Without `learning_rate` and `optimizer` the rate is the default times what fits
+            `max_staleness` and the loss (1 with the recipe up to 64), and a line says so.
 
     Returns:
         The Trainer; `trainer.lightning_module` is the trained module.
@@ -195,7 +195,7 @@ def fit(
 
 
 def _check_names(settings: Iterable[str], is_module: bool) -> None:
-    """Refuses settings of `fit` that it does not know, or that its module has already."""
+    """Refuses settings that `fit` does not know, or that its module has already."""
     known = (() if is_module else MODULE_SETTINGS) + DATA_SETTINGS + FIT_TRAINER_SETTINGS
     for name in settings:
         if name not in known:
@@ -207,11 +207,11 @@ def _check_names(settings: Iterable[str], is_module: bool) -> None:
 
 
 def is_shown_whole(error: Exception, folder: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether an error of a run from Python keeps all of its traceback, which is written to a file otherwise.
+    """Whether an error of a run from Python keeps its whole traceback, else written to a file.
 
     Args:
-        error: that names settings as they were typed afterwards, unless it comes from the user's own code.
-        folder: the run's, in which the whole traceback is kept; empty before there is one.
+        error: gets settings named as typed, unless it comes from the user's code.
+        folder: the run's, for the whole traceback; empty before there is one.
         names: of the settings.
     """
     own = user_traceback(error)
@@ -263,7 +263,7 @@ def _fit_here(
 
     Args:
         given: to `fit`.
-        place: of this process among ranks that a cluster has placed; None elsewhere.
+        place: of this process among placed ranks; None elsewhere.
         tokenizer: in the place of the model's own.
         folder: gets the folder of the run.
     """
@@ -332,7 +332,7 @@ def _label_wandb_runs(trainer: pl.Trainer, sections: Mapping[str, Mapping[str, A
 
 
 def _fit_in_ranks(given: Given, cluster: Cluster) -> Trainer:
-    """Trains in processes that the cluster places; the Trainer here has run nothing, and gets what they end with."""
+    """Trains in processes that the cluster places; the Trainer here gets what they end with."""
     name = given.model.model if isinstance(given.model, PolicyModule) else str(given.model)
     loading.load_config(name)  # a wrong path is said before Ray and the ranks start
     with CtrlC():
@@ -359,7 +359,7 @@ def _fit_in_rank(given: Given, place: Place) -> None:
 
 
 def _as_saved(max_steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The Trainer's arguments as `config.yaml` has them: default callbacks apart, other callbacks in a list."""
+    """The Trainer's arguments as in `config.yaml`: without defaults, other callbacks in a list."""
     saved = {"max_steps": max_steps, **settings}
     saved.pop("defaults", None)
     if isinstance(callbacks := saved.get("callbacks"), pl.Callback):
@@ -368,7 +368,7 @@ def _as_saved(max_steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _full_signature() -> inspect.Signature:
-    """The signature of `fit` with every setting by its name, for `help` and for completion in notebooks."""
+    """The signature of `fit` with every setting by name, for `help` and completion in notebooks."""
     own = [one for one in inspect.signature(fit).parameters.values() if one.kind is not one.VAR_KEYWORD]
     names = {one.name for one in own}
     classes = (PolicyModule, RolloutDataModule, pl.Trainer)
@@ -383,9 +383,9 @@ fit.__annotations__ = {**fit.__annotations__, "settings": Any}  # the types of e
 
 
 def run(trainer: pl.Trainer, module: PolicyModule, data: Any, ckpt_path: str | None = None) -> str | None:
-    """Measures held-out accuracy (where there are held-out prompts), trains, and measures the end if training has not.
+    """Measures held-out accuracy if there are held-out prompts, trains, and measures the end if training has not.
 
-    A last checkpoint that a full disk did not take is an error of `check_last_is_saved`, for after the summary.
+    `check_last_is_saved` raises, after the summary, if a full disk did not take the last checkpoint.
 
     Args:
         trainer: of the run.
@@ -430,7 +430,7 @@ def _fit_until_stopped(trainer: pl.Trainer, module: PolicyModule, data: Any, ckp
 
 
 def conclude(trainer: pl.Trainer) -> None:
-    """Prints the table of `RunSummary`, uploads the report, and prints how an offline run of W&B is uploaded."""
+    """Prints the table of `RunSummary`, uploads the report, and prints how to upload an offline W&B run."""
     for summary in callbacks_of(trainer, RunSummary):
         summary.print(trainer)
     _upload_report(trainer)
@@ -440,9 +440,9 @@ def conclude(trainer: pl.Trainer) -> None:
 
 
 def _upload_report(trainer: pl.Trainer) -> None:
-    """Writes the run's report and adds it to the trackers that keep files; nothing without such a tracker.
+    """Writes the run's report for trackers that keep files; nothing without one.
 
-    A report that cannot be written, or a tracker that does not take it, is a warning: the run itself has ended well.
+    Failures are warnings: the run itself has ended well.
     """
     folder = run_folder(trainer)  # a collective
     loggers = [logger for logger in trainer.loggers if keeps_files(logger)]
@@ -467,10 +467,10 @@ MAX_STALENESS: int = inspect.signature(RolloutDataModule).parameters["max_stalen
 
 
 def with_recipe(recipe: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of `fit` with VCPO's parts (arXiv:2602.17616), where data may be stale and no part of it is given.
+    """Settings of `fit` with VCPO's parts (arXiv:2602.17616), where data may be stale and no part is given.
 
-    They are those of `configs/stabilizers/vcpo_score.yaml`: the gradient norms of the optimal baseline are `SCORE`
-    norms, which need no pass of their own.
+    They come from `configs/stabilizers/vcpo_score.yaml`: the optimal baseline has `SCORE` norms, which need no extra
+    pass.
 
     Args:
         recipe: `"vcpo"`; None leaves the settings as they are.
@@ -500,9 +500,9 @@ def with_recipe(recipe: str | None, settings: Mapping[str, Any]) -> dict[str, An
 def with_rate(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Settings of `fit` with the learning rate that fits the staleness bound, and a line that says so.
 
-    It is `DEFAULT_LEARNING_RATE` times the factor of `lit_async_rl.training.rate_by_bound`; where that is 1 the
-    settings stay as they are. Nothing is chosen, and the line is empty, where a rate, an optimizer or a scheduler of
-    torch is given, whose rates are their own, or where a setting is wrong, which its owner refuses.
+    It is `DEFAULT_LEARNING_RATE` times the factor of `lit_async_rl.training.rate_by_bound`; a factor of 1 changes
+    nothing. Nothing is chosen, and the line is empty, where a rate, an optimizer or a scheduler of torch is given, or
+    where a setting is wrong, which its owner refuses.
 
     Args:
         settings: of module, data and Trainer, with the recipe's parts.
@@ -542,9 +542,9 @@ _NOTICE = b"Ctrl-C: training ends after this step and saves a checkpoint; once m
 class CtrlC:
     """Context in which the first Ctrl-C acts like SIGTERM, and the second ends the process at once.
 
-    There is thus one way to stop cleanly, on one rank or several. Before training, when SIGTERM has no handler, Ctrl-C
-    is an ordinary `KeyboardInterrupt`. After Ctrl-C the context exits with `SystemExit(130)`; in an interactive session
-    (a notebook, say), which that would end, with `KeyboardInterrupt`.
+    Before training, when SIGTERM has no handler, Ctrl-C is an ordinary `KeyboardInterrupt`. After Ctrl-C the context
+    exits with `SystemExit(130)`; in an interactive session, such as a notebook, which that would end, with
+    `KeyboardInterrupt`.
 
     Attributes:
         was_pressed: whether Ctrl-C was received.

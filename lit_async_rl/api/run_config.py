@@ -1,4 +1,4 @@
-"""The settings of a run that began in Python, as YAML, for trackers, and for comparing ranks."""
+"""Settings of a run from Python as YAML, for trackers, and for comparing ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMED_HEADER = "These are objects of Python, which must be given again (they are
 
 
 class SaveSettings(pl.Callback):
-    """Writes the settings of a run of `fit` to `config.yaml` in the run's folder, and to trackers, once.
+    """Writes the settings of `fit` to `config.yaml` in the run's folder, and to trackers, once.
 
     Args:
         settings: given to `fit`, by section of the command line (`model`, `data`, `trainer`, `defaults`).
@@ -43,7 +43,7 @@ class SaveSettings(pl.Callback):
         self._is_saved = False
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Writes them when the loggers have begun, on rank 0; nothing without a logger."""
+        """Writes them on rank 0; nothing without a logger."""
         is_due = not self._is_saved
         self._is_saved = True
         if not is_due or not trainer.loggers or getattr(trainer, "fast_dev_run", False):
@@ -71,10 +71,10 @@ def as_yaml(settings: Mapping[str, Any], named: Mapping[str, str]) -> str:
 
 
 def comparable(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Numbers, and the classes of objects, by their full names: what must be the same on all ranks of a run.
+    """Numbers and classes of objects by full name: what must be the same on all ranks.
 
-    Texts may differ between machines (folders), and so may what only the leading rank needs: `LEADING_RANK_SETTINGS`
-    and lists.
+    Texts (folders) may differ between machines, and what only the leading rank needs: `LEADING_RANK_SETTINGS` and
+    lists.
     """
     found: dict[str, str] = {}
     for name, value in settings.items():
@@ -93,7 +93,7 @@ def comparable(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _process_settings() -> dict[str, Any]:
-    """Settings of the whole process: the command line sets them, and a run from Python reads them."""
+    """Settings of the whole process, which the command line sets."""
     seed = os.environ.get("PL_GLOBAL_SEED", "")  # of Lightning's `seed_everything`
     return {"seed_everything": int(seed) if seed.isdigit() else False, "num_threads": torch.get_num_threads()}
 

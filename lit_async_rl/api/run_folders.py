@@ -41,8 +41,8 @@ def run_folders(trainer: Trainer, resumed_from: str | None = None) -> Iterator[N
 
     Args:
         trainer: of the run; only its leading process does anything.
-        resumed_from: checkpoint whose step the tables in the folder go on from: later rows are set aside. A new run
-            sets all rows of an earlier one aside.
+        resumed_from: checkpoint from whose step tables in the folder go on: later rows are set aside, and in a new run
+            all rows of an earlier one.
 
     Raises:
         OSError: a folder cannot be written to, or is in use; names the setting and the folder.
@@ -79,7 +79,7 @@ def _prepare_tables(log_dir: Path, resumed_from: str | None) -> None:
 
 
 def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None) -> None:
-    """Gives a W&B run a new id, or in the folder of a resumed run that run's id; an id that was chosen stays."""
+    """Gives a W&B run a new id, or in a resumed run's folder that run's; a chosen id stays."""
     file = folder / WANDB_ID
     goes_on = resumed_from is not None and Path(resumed_from).absolute().parent.parent.resolve() == folder.resolve()
     for logger in trainer.loggers:
@@ -95,7 +95,7 @@ def _remember_wandb_run(trainer: Trainer, folder: Path, resumed_from: str | None
 
 
 def remove_unused(trainer: Trainer) -> None:
-    """Removes the folders that this run has made, if they hold but its settings and the timeline of its start."""
+    """Removes folders that this run made, if they hold only its settings and the timeline of its start."""
     made = [folder for log in trainer.loggers if isinstance(log, CSVLog) for folder in log.made_folders]
     files = [file for folder in made[:1] for file in folder.rglob("*") if file.is_file()]
     if not made or any(file.name not in ONLY_SETTINGS and file.parent.name != "timeline" for file in files):
@@ -107,7 +107,7 @@ def remove_unused(trainer: Trainer) -> None:
 
 
 def checkpoint_step(path: str) -> int | None:
-    """Number of optimizer steps at a checkpoint; None for addresses such as `s3://`, which are not read here."""
+    """Optimizer steps at a checkpoint; None for addresses such as `s3://`, not read here."""
     if "://" in path:
         return None
     file = Path(path, "meta.pt") if Path(path).is_dir() else Path(path)
@@ -115,10 +115,10 @@ def checkpoint_step(path: str) -> int | None:
 
 
 def drop_later_rows(path: Path, step: int) -> None:
-    """Drops the rows of a table after the first `step` steps, where there are any; the whole table is set aside.
+    """Drops any rows of a table after the first `step` steps; the whole table is set aside.
 
-    Lightning counts the rows of `metrics.csv` from 0, and that of a validation after the last step is one more: a
-    resumed run repeats it. `Evaluation` counts from 1, and what had ended at the checkpoint is not repeated.
+    Lightning counts rows of `metrics.csv` from 0, and a validation after the last step is one more, which a resumed run
+    repeats. `Evaluation` counts from 1, and evaluations ended at the checkpoint are not repeated.
     """
     if not path.exists():
         return
@@ -136,7 +136,7 @@ def drop_later_rows(path: Path, step: int) -> None:
 
 
 def row_step(row: Mapping[Any, object]) -> float:
-    """Step of a row of `metrics.csv`, see `drop_later_rows`; infinite for a row that was cut off by a crash."""
+    """Step of a row of `metrics.csv`, see `drop_later_rows`; infinite for a row cut off by a crash."""
     return _number(row.get("step"))
 
 
@@ -183,16 +183,16 @@ def _folders(trainer: Trainer, log_dir: Path | None) -> list[tuple[str, Path]]:
 
 
 def gather_loggers(trainer: AnyTrainer, ckpt_path: str | None = None, run_name: str | None = None) -> None:
-    """Adds a CSV log to the loggers of a Trainer that has not run yet, unless there is one. Its folder is the run's.
+    """Adds a CSV log, unless there is one, to a Trainer that has not run yet. Its folder is the run's.
 
-    Loggers that were made in Python keep the folders that they were given: a CSV log beside TensorBoard goes into
-    TensorBoard's folder, and beside others into `runs/` of their `save_dir`. On the command line, where a logger takes
-    the place of the one before, TensorBoard and W&B write into the folder of the CSV log.
+    Loggers made in Python keep their folders: a CSV log goes into TensorBoard's, and beside others into `runs/` of
+    their `save_dir`. On the command line, where a logger takes the place of the one before, TensorBoard and W&B write
+    into the folder of the CSV log.
 
     Args:
         trainer: without loggers, or with `fast_dev_run`, it is left as it is.
         ckpt_path: checkpoint to go on from, see `resume_in_folder`.
-        run_name: of a run of the command line, and of its CSV log where there is none yet; None is a run from Python.
+        run_name: of a run of the command line and its CSV log; None is a run from Python.
     """
     if not trainer.loggers or getattr(trainer, "fast_dev_run", False):
         return
@@ -214,10 +214,10 @@ def gather_loggers(trainer: AnyTrainer, ckpt_path: str | None = None, run_name: 
 
 
 def resume_in_folder(trainer: AnyTrainer, log: CSVLogger | TensorBoardLogger, ckpt_path: str | None) -> None:
-    """Continues in the folder of the run that saved a checkpoint, if the folders of `log` lie beside that one.
+    """Continues in the folder of the checkpoint's run, if the folders of `log` lie beside it.
 
-    Later checkpoints there are overwritten: there is no `last-v1.ckpt`. Nothing happens if a version was chosen for
-    `log`, or if it is Lightning's `CSVLogger`, which would delete the table that is there.
+    Later checkpoints there are overwritten: there is no `last-v1.ckpt`. Nothing happens if `log` has a chosen version,
+    or is Lightning's `CSVLogger`, which would delete the table there.
     """
     if ckpt_path is None or log._version is not None or not isinstance(log, CSVLog | TensorBoardLogger):
         return

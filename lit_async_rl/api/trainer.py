@@ -39,11 +39,10 @@ TRAINER_SETTINGS = tuple(inspect.signature(pl.Trainer.__init__).parameters)[1:]
 class Trainer(pl.Trainer):
     """A Lightning Trainer that synchronizes weights, monitors the run and saves checkpoints.
 
-    The default callbacks stand in `configs/defaults.yaml`. One of the same class among `callbacks` takes a default's
-    place. A CSV log is always written into the run's folder, unless `logger=False`: TensorBoard's, or `runs/version_N`
-    in the `save_dir` of another logger. Checkpoints are written atomically, in the background;
-    `plugins=[AtomicCheckpointIO()]` writes them while training waits. On a GPU the default precision is `bf16-mixed`,
-    see `lit_async_rl.api.precision`.
+    The default callbacks stand in `configs/defaults.yaml`; one of the same class among `callbacks` replaces a default.
+    Unless `logger=False`, a CSV log is written into the run's folder: TensorBoard's, or `runs/version_N` in another
+    logger's `save_dir`. Checkpoints are written atomically, in the background; `plugins=[AtomicCheckpointIO()]` writes
+    them while training waits. On a GPU the default precision is `bf16-mixed`, see `lit_async_rl.api.precision`.
 
     Example:
         ```python
@@ -59,9 +58,9 @@ class Trainer(pl.Trainer):
 
     Args:
         callbacks: beside the defaults.
-        defaults: other callbacks by the key of the default that they replace; None switches it off.
+        defaults: callbacks by the key of the default that they replace; None switches it off.
         logger: one or several; None is a CSV log in `runs/`, False none.
-        adds_csv_log: whether a CSV log is written in addition to other logs.
+        adds_csv_log: whether to write a CSV log besides other logs.
         **settings: of `lightning.pytorch.Trainer`.
 
     Raises:
@@ -153,7 +152,7 @@ def _check_limits(settings: Mapping[str, Any]) -> None:
 
 
 def _setting_in(text: str, settings: Mapping[str, Any]) -> str:
-    """The setting that Lightning's refusal names, with its value; those of the device together."""
+    """The setting, with its value, that Lightning's refusal names; device settings together."""
     for name in TRAINER_SETTINGS:
         if name not in OF_THE_DEVICE and settings.get(name) is not None and re.search(rf"\b{name}\b", text):
             return f"trainer.{name}={settings[name]!r}"
@@ -201,7 +200,7 @@ def defaults_file() -> Mapping[str, Any]:
 def build(spec: Mapping[str, Any]) -> Any:
     """An object from its `class_path`, a public class of this package or of Lightning, and `init_args`.
 
-    Members of an enum are given by their names where the argument's default is a member.
+    Enum members are given by name where the default is a member.
     """
     kind = pkgutil.resolve_name(full_path(spec["class_path"]))
     return kind(**with_members(kind, spec.get("init_args", {})))
@@ -220,10 +219,10 @@ def default_callbacks(
     """The default callbacks of one run.
 
     Args:
-        changed: other callbacks by key of the default whose place they take; None switches it off.
-        own: callbacks beside them; one of the same class as a default takes its place.
-        settings: of the Trainer; False for `logger`, `enable_progress_bar` or `enable_checkpointing` takes its
-            callbacks along.
+        changed: callbacks by key of the default that they replace; None switches it off.
+        own: callbacks beside them; one of the same class replaces a default.
+        settings: of the Trainer; False for `logger`, `enable_progress_bar` or `enable_checkpointing` removes its
+            callbacks.
 
     Raises:
         ValueError: there is no such key, or its value is no callback.
@@ -243,7 +242,7 @@ def default_callbacks(
 
 
 def with_clipping_last(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Callbacks with clipping last, a place that no list has: files append to it, and defaults follow."""
+    """Callbacks with clipping last, behind those that files append and the defaults."""
     return sorted(callbacks, key=lambda callback: isinstance(callback, GradientClipping))
 
 

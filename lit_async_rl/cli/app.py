@@ -1,7 +1,7 @@
 """Command line: LightningCLI, where constructor signatures are the schema.
 
-Several `--config` files compose, `${...}` interpolates, dotted flags override files, and are never abbreviated
-(argparse would take the misspelt `--data.max_stalenes 7` for `max_staleness`).
+Several `--config` files compose, `${...}` interpolates, dotted flags override files and are never abbreviated (argparse
+would take the misspelt `--data.max_stalenes 7` for `max_staleness`).
 """
 
 from __future__ import annotations
@@ -80,19 +80,19 @@ CLUSTER = public("RayCluster")
 class AsyncRLCLI(LightningCLI):
     """LightningCLI with sections `model:` (`PolicyModule`), `data:` (`RolloutDataModule`) and `trainer:`.
 
-    Defaults of the last two stand in `configs/defaults.yaml`, and are those of `lit_async_rl.Trainer`.
+    Defaults of the last two stand in `configs/defaults.yaml`, as for `lit_async_rl.Trainer`.
 
     Args:
         args: of the command line; None is `sys.argv`.
-        extra: options of one command, as arguments of `add_argument` by flag. Such a command does not train: its
-            settings are not saved, and nothing is logged.
+        extra: options of one command, as arguments of `add_argument` by flag. Such a command does not train, save
+            settings or log.
         place: of this process among ranks that a cluster has placed; None elsewhere.
-        starts_ranks: whether settings by which a cluster places the ranks are only parsed, and nothing is made.
+        starts_ranks: whether settings of a cluster that places ranks are only parsed.
 
     Attributes:
         cluster: of `cluster:`; None without it.
-        places_ranks: whether the cluster is to place the ranks; there is no trainer, model or data module then.
-        is_dry_run: whether only the placement is shown; there are none, either.
+        places_ranks: whether the cluster is to place the ranks; then there is no trainer, model or data module.
+        is_dry_run: whether only the placement is shown; likewise.
         stage: command that reads such configurations.
         module_class: of `model:`; `data_class`: of `data:`.
         left_out: default callbacks that this command does not have.
@@ -135,7 +135,7 @@ class AsyncRLCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Refuses invalid configuration files and class paths before anything is called."""
+        """Refuses invalid configuration files and class paths first."""
         given = sys.argv[1:] if args is None else args
         check_config_files(given)
         check_stage(given, self.stage)
@@ -154,7 +154,7 @@ class AsyncRLCLI(LightningCLI):
         check_class_paths(self.config)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Links values that two classes share, so that a configuration states each once."""
+        """Links shared values, so that a configuration states each once."""
         parser.add_argument("--num_threads", type=int, default=1, help="torch threads of the trainer's thread")
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="checkpoint to resume from or evaluate")
         for name, options in self._extra.items():
@@ -200,14 +200,14 @@ class AsyncRLCLI(LightningCLI):
         return self.cluster is not None and self.cluster.dry_run
 
     def instantiate_classes(self) -> None:
-        """Makes all objects, unless the ranks do that elsewhere; the cluster's actors take the place of some."""
+        """Makes all objects, unless the ranks do; the cluster's actors take the place of some."""
         if not self.places_ranks and not self.is_dry_run:
             super().instantiate_classes()
             if self.cluster is not None:
                 self.cluster.place_actors(self.trainer, self.datamodule)
 
     def engines_connected(self) -> AbstractContextManager[Any]:
-        """Context in which the actors of `cluster:` can be set up; placed ranks are connected already."""
+        """Context in which actors of `cluster:` can be set up; placed ranks are connected already."""
         is_placed = self.cluster is None or self._place is not None
         return nullcontext() if is_placed else self.cluster.actors_connected()  # type: ignore[union-attr]
 
@@ -230,9 +230,9 @@ class AsyncRLCLI(LightningCLI):
         return trainer
 
     def _name_tracked_runs(self, trainer: AnyTrainer, args: Sequence[str]) -> None:
-        """Names the runs of W&B and Trackio by the configuration files and the seed; a name that was chosen stays.
+        """Names runs of W&B and Trackio by configuration files and seed; a chosen name stays.
 
-        Runs of W&B that differ in the seed only are a group; tags are the configuration files' names.
+        W&B runs that differ in the seed only are a group; tags are the files' names.
         """
         name = f"{run_name(args)}, seed {self.config['seed_everything']}"
         for logger in trainer.loggers:
@@ -251,7 +251,7 @@ class AsyncRLCLI(LightningCLI):
 
 
 def leave_rate_to_the_run(config: Namespace, parse_given: Callable[[], Namespace]) -> None:
-    """Drops the rate of `model.optimizer` where it is only the default of its class: `model.learning_rate` counts.
+    """Drops the rate of `model.optimizer` where it is only its class's default: `model.learning_rate` counts.
 
     Args:
         config: as parsed, with the defaults of classes.
@@ -331,7 +331,7 @@ def _flags(args: Sequence[str]) -> Iterator[dict[str, Any]]:
 def main(args: Sequence[str] | None = None, place: Place | None = None) -> None:
     """Measures held-out accuracy, trains, measures again, and prints a summary table.
 
-    If `cluster:` places ranks, each of them does that, and this process shows their output.
+    If `cluster:` places ranks, each does that, and this process shows their output.
 
     Args:
         args: of the command line; None is `sys.argv`.
@@ -451,8 +451,7 @@ def export(args: Sequence[str] | None = None) -> None:
 def command() -> Iterator[list[LightningTrainer]]:
     """Context of a command: one-line errors, no messages about internals, no code execution on loading.
 
-    Modules of the working folder can be imported. The list takes the Trainer of a run, whose folder keeps the traceback
-    of an error.
+    Modules of the working folder can be imported. The list takes a run's Trainer, whose folder keeps tracebacks.
     """
     running: list[LightningTrainer] = []
     quiet()

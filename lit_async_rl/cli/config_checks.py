@@ -1,4 +1,4 @@
-"""Configuration files of a command line, and checks of settings that jsonargparse does not make."""
+"""Configuration files of a command line, and checks that jsonargparse does not make."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config_files(args: Sequence[str]) -> list[Path]:
 
 
 def files_first(args: Sequence[str]) -> list[str]:
-    """The words of a command line, the files of `--config` in front: flags override files wherever they stand.
+    """The words of a command line, files of `--config` first: flags override files wherever they stand.
 
     A file with `base` follows the files that it builds on.
     """
@@ -42,7 +42,7 @@ def files_first(args: Sequence[str]) -> list[str]:
 
 
 def trees_of(files: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Files and their bases, each with its settings; without those that have tags, which the parser refuses."""
+    """Files and their bases with their settings; without those with tags, which the parser refuses."""
     for part in (part for file in files for part in with_bases(file)):
         with contextlib.suppress(yaml.YAMLError):
             yield part, yaml.safe_load(part.read_bytes())
@@ -52,7 +52,7 @@ STAGES = {"sft": "records", "train": "prompts"}  # by command: the setting of `d
 
 
 def stage_of(args: Sequence[str]) -> str | None:
-    """The command that a command line's configuration was written for; None if it names no data."""
+    """The command that a configuration was written for; None if it names no data."""
     files, flags = _divided(args)
     data = [tree.get("data") for _, tree in trees_of(file for file in files if file.is_file())]
     for command, name in STAGES.items():
@@ -63,7 +63,7 @@ def stage_of(args: Sequence[str]) -> str | None:
 
 
 def check_stage(args: Sequence[str], command: str) -> None:
-    """Refuses a configuration of another stage, of which nearly every setting would be unknown.
+    """Refuses a configuration of another stage.
 
     Raises:
         ValueError: names the command that reads it.
@@ -139,7 +139,7 @@ def _as_source(node: yaml.Node, setting: str) -> yaml.Node:
 def write_out_rewards(root: yaml.Node | None) -> None:
     """Writes several rewards by name out as a `CombinedReward`.
 
-    `data: {reward: {answer: ..., format: ...}}` is short for it. The parser cannot write a mapping of functions back.
+    `data: {reward: {answer: ..., format: ...}}` is short for it; the parser cannot write mappings of functions back.
     """
     rewards = reduce(_entry, REWARD.split("."), root)
     if not isinstance(rewards, yaml.MappingNode) or _entry(rewards, "class_path") or _entry(rewards, "init_args"):
@@ -199,7 +199,7 @@ def _divided(args: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def check_config_files(args: Sequence[str]) -> None:
-    """Refuses files that are not there, are no YAML, or expand beyond limits.
+    """Refuses files that are missing, no YAML, or expand beyond limits.
 
     Args:
         args: of the command line.
@@ -236,7 +236,7 @@ _NO_VALUE = f"{NO_VALUE} null: leave it out for its default"
 
 
 def check_sections(args: Sequence[str], actions: Iterable[argparse.Action]) -> None:
-    """Refuses a list, text or number in place of settings in a file, which the parser crashes on or ignores.
+    """Refuses a list, text or number in place of settings in a file: the parser would crash or ignore it.
 
     Args:
         args: of the command line.
@@ -275,8 +275,8 @@ def _sections(actions: Iterable[argparse.Action]) -> list[str]:
 def check_class_paths(config: Any, setting: str = "") -> None:
     """Refuses a `class_path` that is not a class, before anything is called.
 
-    jsonargparse checks subclasses; for types that are callables (`model.scheduler`, `data.reward`) it would accept any
-    function as a class and call it with `init_args`.
+    jsonargparse checks subclasses; for callables (`model.scheduler`, `data.reward`) it would call any function with
+    `init_args`.
 
     Args:
         config: as parsed.
@@ -301,7 +301,7 @@ def check_class_paths(config: Any, setting: str = "") -> None:
 
 
 def _check_arguments(path: str, given: Any, setting: str) -> None:
-    """Refuses null for an argument without a default, or of a type without None: jsonargparse passes it in silence.
+    """Refuses null for an argument without a default, or of a type without None, which jsonargparse passes.
 
     Raises:
         ValueError: names it.
@@ -318,7 +318,7 @@ def _check_arguments(path: str, given: Any, setting: str) -> None:
 
 
 def check_values(config: Namespace, actions: Iterable[argparse.Action]) -> None:
-    """Refuses an empty value (`max_staleness:`) where there must be one, and a value in the place of settings.
+    """Refuses an empty value (`max_staleness:`) where there must be one, and a value in place of settings.
 
     jsonargparse checks neither in configuration files.
 

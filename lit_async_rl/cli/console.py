@@ -44,8 +44,8 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command named by the first argument with the remaining arguments.
 
-    `sys.argv` stays as it is, because Lightning starts further processes with it. Ctrl-C, and the end of a program that
-    reads the output, end it without a traceback, with the status of a program that such a signal ends.
+    `sys.argv` stays as it is, because Lightning starts further processes with it. Ctrl-C, or the end of a program that
+    reads the output, ends it without a traceback, with the status of such a signal.
     """
     try:
         _run(args)
@@ -62,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _has_lost_its_reader(has_failed: bool) -> bool:
-    """Whether nobody reads standard output any more (`| head`); then nothing is written to it, at the end either.
+    """Whether nobody reads standard output any more (`| head`); then nothing more is written to it.
 
     Args:
         has_failed: whether a pipe is broken, which may be another one.
@@ -108,7 +108,7 @@ def _run(args: Sequence[str] | None) -> None:
 
 
 def _run_configured(command: str, words: Sequence[str]) -> None:
-    """A command that reads a configuration. The one that trains has pages of help that need no import."""
+    """Runs a command that reads a configuration; pages of help of the one that trains need no import."""
     topic = help_pages.asked_for(words) if command == "train" else None
     if topic is not None:
         help_pages.show(topic, _train_parser)

@@ -1,4 +1,4 @@
-"""Errors in settings: one line that names the setting, instead of the messages of jsonargparse or the usage text."""
+"""Errors in settings: one line that names the setting, instead of jsonargparse's messages or the usage text."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ class Parser(LightningArgumentParser):
         self.exit(2)
 
     def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Namespace:
-        """Parses a configuration; a file's `base` is left out: `files_first` has put those files before it.
+        """Parses a configuration without a file's `base`: `files_first` has put those files before it.
 
-        Prompts that are the name of a file get the class that reads it, several rewards that which combines them, and
-        paths the home folder for `~/`.
+        File names of prompts get the class that reads them, several rewards the one that combines them, and paths the
+        home folder for `~/`.
         """
         if path:
             content = own_settings(content, expand_home_folders, name_prompt_classes, write_out_rewards)
         return super().parse_string(content, path, *args, **kwargs)
 
     def instantiate_classes(self, cfg: Any, **kwargs: Any) -> Any:
-        """Makes all objects; an error of a constructor is raised as it is, or with the setting that chose the class.
+        """Makes all objects; raises a constructor's error as it is, or with the setting that chose the class.
 
         Raises:
-            ValueError: a constructor raised something that no setting is known to cause (a `TypeError`, say).
+            ValueError: a constructor raised something that no setting is known to cause.
         """
         raised: list[Exception] = []
 
@@ -105,7 +105,7 @@ class Parser(LightningArgumentParser):
 
 
 def _with_setting(error: Exception, where: str, kind: type) -> Exception:
-    """The error of a constructor, with the setting that chose its class where the message does not name it."""
+    """A constructor's error, with the setting that chose its class where the message does not name it."""
     if explains_itself(error):
         message = sentence(error)
         named = (where.rpartition(".")[0], where, f"{kind.__name__}.")
@@ -120,12 +120,12 @@ def _on_one_line(error: Exception) -> str:
 
 
 def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], setting: str = "") -> str:
-    """Full name of the setting with a class of these arguments as its value; empty if there is none.
+    """Full name of the setting with such a class and arguments as its value; empty if there is none.
 
     Args:
         config: as parsed.
         class_path: of the class.
-        arguments: of its constructor; those that are objects themselves are not compared.
+        arguments: of its constructor; objects are not compared.
         setting: full name of `config`.
     """
     config = vars(config) if isinstance(config, Namespace) else config
@@ -145,7 +145,7 @@ def find_setting(config: Any, class_path: str, arguments: Mapping[str, Any], set
 
 
 def _same_class(path: str, class_path: str) -> bool:
-    """Whether both paths name one class: configurations may name it by a module that only re-exports it."""
+    """Whether both paths name one class, which another module may re-export."""
     found = pkgutil.resolve_name(path)
     return f"{found.__module__}.{found.__qualname__}" == class_path
 
@@ -208,10 +208,10 @@ MAX_LISTED_CLASSES = 12
 
 
 def explain(message: str, types: Mapping[str, Any]) -> str:
-    """One sentence for a message of jsonargparse: the setting, the values that it takes, the value, a suggestion.
+    """One sentence for a message of jsonargparse: setting, allowed values, value, suggestion.
 
-    A message that is not known is repeated in the words of jsonargparse, without what it tried for each type of a
-    union. `tests/cli/test_error_report.py` fails when the words change that are looked for here.
+    Unknown messages keep the words of jsonargparse, without what it tried for each type of a union.
+    `tests/cli/test_error_report.py` fails when the words change that this looks for.
 
     Args:
         message: of the parser.
@@ -253,12 +253,12 @@ class _Refusal:
 
     Attributes:
         keys: of the setting: its full name, then names of arguments.
-        owner: class path of the class that has the last of the keys as its argument, if it is an argument.
+        owner: class path of the class whose argument the last key is, if it is one.
         chosen: class path that was given as the value.
         reason: in the words of jsonargparse.
         value: as text; None if the message does not repeat it.
-        argument: of the value's class that was set by a flag of its own.
-        made_by: class path of the value where that may be a function, too; that of the base if none was chosen.
+        argument: of the value's class, set by its own flag.
+        made_by: class path of a value that may be a function, too; the base's if none was chosen.
     """
 
     keys: list[str]
@@ -286,7 +286,7 @@ NO_REASON = re.compile(
 
 
 def _refusals(message: str) -> list[_Refusal]:
-    """The leaves of a message, which is a tree by its indentation: settings, classes, and types of a union."""
+    """The leaves of a message, a tree by indentation: settings, classes, and types of a union."""
     found: list[_Refusal] = []
     above: list[tuple[int, str | None, str | None]] = []  # indentation, setting, class path
     for line in message.splitlines():
@@ -344,12 +344,12 @@ def _missing_arguments(refusals: Iterable[_Refusal], message: str) -> str | None
 
 
 def _of_an_option(refusals: Sequence[_Refusal]) -> _Refusal | None:
-    """The refusal, of those of a union's types, that names an argument and the class that does not have it."""
+    """The refusal by a union's types that names an argument and the class without it."""
     return next((one for one in refusals if one.made_by and one.reason.startswith("Option '")), None)
 
 
 def _unknown_argument(refusal: _Refusal, hint: Any) -> str | None:
-    """An argument that the class does not have, that is in the wrong place, or that is of no class yet."""
+    """An argument that the class lacks, in the wrong place, or of no class yet."""
     match = re.match(r"Option '(\S+)' is not accepted", refusal.reason)
     if match and match[1] == "class_path":
         names = dict.fromkeys(re.findall(r"'(\w+)':", refusal.value or ""))
@@ -387,7 +387,7 @@ def _wrong_type(refusals: Sequence[_Refusal]) -> str | None:
 
 
 def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
-    """A file, a name that is no class, or a class of another kind, where a class or a function is expected."""
+    """A file, a name of no class, or a class of another kind, where a class or function is expected."""
     value = refusal.chosen or refusal.value
     bases = list(classes_in(hint))
     takes_functions = "Callable" in str(hint)
@@ -423,7 +423,7 @@ def _wrong_class(refusal: _Refusal, hint: Any) -> str | None:
 
 
 def classes_in(hint: Any) -> Iterator[type]:
-    """Classes of an annotation: of a union, of the items of a list, and of the objects that a callable makes."""
+    """Classes of an annotation: in a union, of a list's items, and of what a callable makes."""
     if arguments := typing.get_args(hint):
         is_callable = typing.get_origin(hint) is collections.abc.Callable
         for argument in arguments[-1:] if is_callable else arguments:
@@ -462,7 +462,7 @@ def _last(path: str) -> str:
 def _suggested_setting(name: str, known: Iterable[str]) -> str:
     """`; did you mean ...?` where a known name is similar.
 
-    Looked for are names of the same group, then those with the same last part, a misspelt group, and longer names.
+    Tries names of the same group, then those with the same last part, a misspelt group, and longer names.
     """
     if re.search(r"\.(ya?ml|json)$", name):
         return f"; did you mean --config {name}?"
@@ -483,10 +483,10 @@ def _suggested_setting(name: str, known: Iterable[str]) -> str:
 
 
 def _suggested_path(value: str, is_class: bool) -> str | None:
-    """Dotted path of a function or class in the given file, as the end of a message; None if it is no file.
+    """Dotted path of a function or class in a file, as the end of a message; None if it is no file.
 
     Args:
-        value: as it was written: `my_rewards.py`, `folder/my_rewards.py:judge`, or `my_rewards` without a function.
+        value: as written: `my_rewards.py`, `folder/my_rewards.py:judge`, or `my_rewards` without a function.
         is_class: whether a class is expected; otherwise a function or a class.
     """
     match = re.fullmatch(r"([\w./-]+?)(\.py(?=$|[.:]))?(?:[.:](\w+))?", value)
@@ -509,7 +509,7 @@ def _suggested_path(value: str, is_class: bool) -> str | None:
 
 
 def _defined(path: Path, is_class: bool) -> list[str]:
-    """Public functions or classes of a file, in their order; none if it cannot be read."""
+    """Public functions or classes of a file, in order; none if it cannot be read."""
     try:
         body = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, ValueError):

@@ -48,7 +48,7 @@ EXAMPLE = "lit-async-rl train --config configs/smollm2.yaml --data.group_size 4"
 
 
 def asked_for(words: Sequence[str]) -> str | None:
-    """The page that a command line asks for: a setting, `all`, or empty for the first one; None if it asks for none."""
+    """The page that a command line asks for: a setting, `all`, or empty for the first; None for no page."""
     for word, following in pairwise([*words, ""]):
         if word in ("-h", "--help"):
             return following.removeprefix("--") if following != "-h" else ""
@@ -119,7 +119,7 @@ def pages(parser: argparse.ArgumentParser, topic: str, width: int) -> Iterator[s
 
 
 def _classes(action: argparse.Action, width: int) -> Iterator[str]:
-    """Choices of a setting: classes with the first sentence of their docstrings, or values."""
+    """Choices of a setting: values, or classes with the first sentence of their docstrings."""
     import lit_async_rl
 
     names = all_settings()[action.dest].get("choices", [])
@@ -145,7 +145,7 @@ def first_sentence(found: Any) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Help of an argument without Lightning's markup, and without the default, which stands beside the name."""
+    """Help of an argument without Lightning's markup and the default, which stands beside the name."""
     text = re.sub(r"\s*Default: ``?[^`]*``?\.?", "", " ".join(text.split()))
     text = re.sub(r":\w+:`~?([^`]*)`", r"\1", text).replace("``", "`")
     return "" if text == "null: without it" else text

@@ -30,15 +30,15 @@ def write_card(
     checkpoint: Path,
     step: int,
 ) -> None:
-    """Writes `README.md` into an exported folder: base model, method, versions, and how old the data were.
+    """Writes `README.md` into an exported folder: base model, method, versions, and age of the data.
 
     Args:
         folder: of the export.
         module: with the checkpoint's version.
-        data: of the configuration; that of rollouts has bounds and groups, that of records none.
+        data: of the configuration; of rollouts, with bounds and groups, or of records.
         callbacks: of the Trainer.
         checkpoint: its run's `metrics.csv`, if it exists, has data ages and accuracy.
-        step: number of optimizer steps at the checkpoint; later rows of the table are of other weights.
+        step: optimizer steps at the checkpoint; later rows of the table are of other weights.
     """
     is_local = Path(module.model).exists()
     of_rollouts = isinstance(data, RolloutDataModule)
@@ -128,7 +128,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
     Args:
         folder: of the export.
         repository: `user/name`, made if there is none.
-        private: whether one that is made is private.
+        private: whether a new one is private.
     """
     from huggingface_hub import HfApi
 

@@ -1,6 +1,6 @@
 """`error: ...` on one line, in place of a traceback, where a command fails.
 
-Commands that train nothing begin with this, so that it imports neither torch nor Lightning.
+Imports neither torch nor Lightning, for commands that train nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MAX_ERROR_CHARS = 600
 def one_line_errors(folder: Callable[[], str | None] = lambda: None) -> Iterator[None]:
     """Ends the process with `error: ...` and status 1 where an exception would end it with a traceback.
 
-    The traceback of an exception that no setting is known to cause, or that the user's own code raised, goes to
-    `traceback.txt`. The line of that code is the last thing on the screen.
+    The traceback of an exception that no setting is known to cause, or that the user's code raised, goes to
+    `traceback.txt`. The line of that code comes last on the screen.
 
     Args:
         folder: of the run, asked for when something was raised; None if there is none yet.
@@ -65,7 +65,7 @@ def shorten(text: str) -> str:
 
 
 def _hint(error: Exception, folder: Callable[[], str | None], is_users: bool) -> str:
-    """Location of the full traceback, if it adds to the message; frames of user code are shown without it."""
+    """Location of the full traceback, if it adds to the message."""
     if explains_itself(error) and not is_users:
         return ""
     found = folder()
@@ -77,13 +77,13 @@ def _hint(error: Exception, folder: Callable[[], str | None], is_users: bool) ->
 
 
 def explains_itself(error: Exception) -> bool:
-    """Whether the message of an error is all that a user needs: where it was raised would add nothing."""
+    """Whether the message of an error is all that a user needs."""
     # Lightning's is compared by name: Lightning need not be imported
     return isinstance(error, SELF_EXPLAINING_ERRORS) or type(error).__name__ == "MisconfigurationException"
 
 
 def sentence(error: Exception) -> str:
-    """The message of an error as a part of one: without the names of errors of other packages."""
+    """The message of an error, without names of errors of other packages."""
     if isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo's, within a collective of torch
         return "the connection to another rank broke: it has ended, was killed, or its machine is lost"
     return re.sub(r"^(MisconfigurationException: |ModuleNotFoundError: |\[Errno \d+\] )", "", describe(error))

@@ -34,7 +34,7 @@ def all_settings() -> Mapping[str, Mapping[str, Any]]:
 
 
 def from_classes() -> dict[str, dict[str, Any]]:
-    """Required content of the file, from the classes; repeated choices refer to the first setting that has them."""
+    """Content of the file, from the classes; repeated choices refer to the first setting with them."""
     found = {}
     known: dict[tuple[str, ...], str] = {}
     for action in setting_actions(train_parser()):
@@ -84,7 +84,7 @@ def plain_default(value: Any) -> Any:
 
 
 def choices(hint: Any) -> list[str]:
-    """Names that a value can have: members of a literal, booleans, this package's classes, and Lightning's loggers."""
+    """Names that a value can have: members of a literal, booleans, this package's classes, Lightning's loggers."""
     import lightning.pytorch.loggers
 
     import lit_async_rl

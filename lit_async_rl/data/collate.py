@@ -1,11 +1,10 @@
 """Collates the groups of one optimizer step into padded micro-batches.
 
-B rows of a micro-batch, T positions. A rollout is one row, and one more for each of its branches: the advantage of a
-token is that of its rollout, or of its turn, times the credit of its row, and the token weight is that of its rollout,
-whose length counts the tokens of all rows, which are in one micro-batch. Rollouts are sorted by length and cut into
-contiguous runs, which minimizes the padded size of the largest micro-batch and with it peak memory; where prefixes are
-shared, groups are, by the tokens of their trees (`lit_async_rl.data.tree_cuts`), unless separate rows would take less
-time.
+B rows of a micro-batch, T positions. A rollout is one row, and one more for each of its branches, all in one
+micro-batch: a token's advantage is that of its rollout or turn, times the credit of its row; its weight is that of the
+rollout, whose length counts all rows. Rollouts are sorted by length and cut into contiguous runs, which minimizes the
+padded size of the largest micro-batch and with it peak memory; where prefixes are shared, groups are, by the tokens of
+their trees (`lit_async_rl.data.tree_cuts`), unless separate rows take less time.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ UNBOUNDED = 2**62  # versions
 
 @dataclass(frozen=True)
 class _Row:
-    """One row of a rollout with its advantages and token weight, which depend on the step's other rollouts."""
+    """One row of a rollout with its advantages and token weight, which depend on the whole step."""
 
     prompt_ids: tuple[int, ...]
     rollout: TokenRow
@@ -74,14 +73,14 @@ def collate_step(
 ) -> list[RolloutBatch]:
     """All micro-batches of one optimizer step; token weights are normalized over the whole step.
 
-    Groups are sorted by admission first, so the result does not depend on the order in which they finished. With
-    `keep_groups_whole` no group is split over micro-batches. With `shares_prefixes` micro-batches are balanced by the
-    tokens that `PrefixTreePacking` computes, and a group that is larger than a micro-batch is cut; with `tree_costs`
-    they are, too, if that takes less time than separate rows.
+    Groups are first sorted by admission, so the order in which they finished does not matter. With `keep_groups_whole`
+    no group is split over micro-batches. With `shares_prefixes` micro-batches are balanced by the tokens that
+    `PrefixTreePacking` computes, and larger groups are cut; with `tree_costs` only if that takes less time than
+    separate rows.
 
     Raises:
         ValueError: a rollout has branches, and a setting of the objective needs one row (`needs_single_rows`, with the
-            remedy), or `advantage` does not give one value for each of its tokens.
+            remedy), or `advantage` does not give a value for each token.
     """
     whole = sorted(groups, key=lambda group: group.index)
     advantages = advantage.per_token(whole)  # tokens beyond a budget do not train, but count in lengths and baselines
@@ -177,7 +176,7 @@ def _why_rows(parts: Sequence[TreePart[_Row]], separate: Sequence[Sequence[_Row]
 def _with_sources(
     batches: Sequence[RolloutBatch], groups: Sequence[RolloutGroup], source_of: Callable[[Prompt], int]
 ) -> list[RolloutBatch]:
-    """Batches whose rows have the numbers of their prompts' sources; those of padding have the first."""
+    """Batches with the number of each row's source; rows of padding have the first."""
     sources = {group.index: source_of(group.prompt) for group in groups}
     return [
         batch.replace(source=torch.tensor([sources.get(index, 0) for index in batch.group_index.tolist()]))
@@ -226,7 +225,7 @@ def _pad(
     head_width: int | None,
     experts_shape: tuple[int, int] | None,
 ) -> RolloutBatch:
-    """One micro-batch; without rows a single row of padding, because every rank must run every forward pass."""
+    """One micro-batch; without rows one of padding, because every rank must run every forward pass."""
     width = max((row.length for row in rows), default=2)
     columns = torch.arange(width)
     begins = torch.tensor([[len(row.prompt_ids)] for row in rows] or [[0]])
@@ -269,7 +268,7 @@ def _head_width(rollouts: Sequence[TokenRow]) -> int | None:
 
 
 def _heads(completion: Bool[Tensor, "B T"], heads: Sequence[SamplerHead], width: int | None) -> dict[str, Any]:
-    """Recorded distributions in the places of their tokens, unknown ones elsewhere; nothing if the step has none."""
+    """Recorded distributions at their tokens, unknown ones elsewhere; nothing if the step has none."""
     if width is None:
         return {}
     whole = join_heads([*heads, blank_head(0, width)])
@@ -330,7 +329,7 @@ class PartWeights(Aggregation):
     divisor_of_step: float
 
     def __call__(self, lengths: Sequence[int], group_sizes: Sequence[int]) -> list[float]:
-        """Weights within the part, rescaled from its own divisor to the step's."""
+        """Weights in the part, rescaled from its own divisor to the step's."""
         divisor = self.aggregation.divisor(lengths, group_sizes)
         factor = 1.0 if divisor is None else divisor / self.divisor_of_step
         return [factor * weight for weight in self.aggregation(lengths, group_sizes)]

@@ -1,6 +1,6 @@
-"""An engine that hangs or fails is replaced by a fresh one with the current weights.
+"""Replaces an engine that hangs or fails by a fresh one with the current weights.
 
-Apart from `rollout_source.py`, its only importer, because it knows nothing of steps, ranks and checkpoints.
+Knows nothing of steps, ranks and checkpoints, unlike `rollout_source.py`, its only importer.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 
 class ReplaceableEngine:
-    """The engine in use, set up with its first weights, and replaced by a fresh one when it hangs or fails.
+    """The engine in use, set up with its first weights, and replaced when it hangs or fails.
 
     Args:
         engine: not set up.
         model: argument of its `setup`.
         limits: replacements in a row, without a completion and a step in between, and timeout of calls.
-        should_stop: whether the run is asked to stop, which ends waits for a start or for weights.
+        should_stop: whether to stop, which ends waits for a start or for weights.
 
     Attributes:
         engine: the one in use.
@@ -97,14 +97,14 @@ class ReplaceableEngine:
         """Counts a step, or a part of one, whose groups have come.
 
         Args:
-            has_delivered: whether the engine in use works and has finished a completion. Groups of its predecessors may
-                fill several more steps, which say nothing about it: restarts are in a row until it has.
+            has_delivered: whether the engine in use works and has finished a completion. Until then steps may have its
+                predecessors' groups, and restarts are in a row.
         """
         if has_delivered:
             self._restarts_in_a_row = 0
 
     def restart(self, producer: Producer, error: Exception, weights: Weights) -> None:
-        """Replaces the engine after an error; its groups that lack completions are sampled again.
+        """Replaces the engine after an error; groups that lack completions are sampled again.
 
         If the new one does not start, its error is the producer's next.
         """

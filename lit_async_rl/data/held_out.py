@@ -45,7 +45,7 @@ class HeldOut:
         self._cut_watch = CutWatch(f"{limit}.max_tokens", "val/cut_share and eval/cut_share")
 
     def watch(self, rewards: Iterable[float], cut_share: float) -> None:
-        """Warns once if the threshold does not suit the rewards of a validation or evaluation, or most are cut."""
+        """Warns once if the threshold does not suit a validation's or evaluation's rewards, or most are cut."""
         self._cut_watch.warn_once(cut_share, self._sampling.max_tokens)
         self._watch.add(self.success.value(reward) for reward in rewards)
         self._watch.warn_once(self.success.threshold)
@@ -53,7 +53,7 @@ class HeldOut:
     def batches(
         self, codec: TextCodec, rank: int, num_ranks: int, source: PromptSource | None = None
     ) -> Iterable[PromptBatch]:
-        """This rank's batches of the usable prompts of a source, or of `data.validation.prompts`; none without any.
+        """This rank's batches of usable prompts of a source, by default `data.validation.prompts`; none without any.
 
         Raises:
             ValueError: see `UsablePrompts` and `lit_async_rl.data.settings.check_ends`.
@@ -98,8 +98,8 @@ class HeldOut:
 class PromptFeed:
     """Batches of held-out prompts in order; rank r of n gets batches r, r + n, r + 2n, ...
 
-    All ranks have the same number of batches, some of them empty: Lightning skips validation on a rank without any.
-    The length keeps Lightning from prefetching.
+    All ranks have as many batches, some empty: Lightning skips validation on a rank without any. The length keeps
+    Lightning from prefetching.
 
     Args:
         source: of the prompts.

@@ -1,4 +1,4 @@
-"""LightningDataModule of rollouts: settings of engine, producer and steps, and the parts that are made from them.
+"""LightningDataModule of rollouts: settings of engine, producer and steps, and the parts made from them.
 
 Training takes its micro-batches from `RolloutFeed`, validation its prompts from `HeldOut`.
 """
@@ -81,23 +81,23 @@ class RolloutDataModule(pl.LightningDataModule):
         prompts: training prompts: a source, a list of texts or dictionaries, a `datasets.Dataset`, the path of a file
             (`.jsonl`, `.json`, `.parquet`, `.csv`), or the name of a dataset of the hub (`org/name`).
         reward: `reward(prompt, completion) -> float`, plain or `async`: a function (in a configuration its dotted path)
-            or a callable class; several by name, see `CombinedReward`; a batched one, or one in TRL's form, see
-            `as_reward_function`. None only if the engine scores.
+            or a callable class; several by name (`CombinedReward`); or a batched one or one in TRL's form
+            (`as_reward_function`). None only if the engine scores.
         engine: samples the completions; None is `EmbeddedEngine()`.
         max_staleness: bound on a token's age in versions when it is trained on; 0 is synchronous.
-        admission: how far sampling may run ahead of training within that bound; None is `Bounded()`.
+        admission: how far sampling may run ahead within that bound; None is `Bounded()`.
         groups_per_step: prompts of one optimizer step.
         group_size: completions of each prompt.
         micro_batches_per_step: forward-backward passes of one optimizer step.
-        stream_groups: train on a micro-batch as soon as its groups have finished, not when the whole step has.
+        stream_groups: train on a micro-batch as soon as its groups have finished.
         weight_sync_steps: optimizer steps between publications of the weights.
         seed: of the order of the prompts.
         shuffle: False takes prompts in the order of their source, in every epoch.
         curriculum: which prompts are skipped; None skips none.
         filters: applied in turn to a group that has its rewards; each may change or drop it.
         sampling: sampling parameters of training completions.
-        replicate_prompts: request each completion by itself, so that those of a prompt need not be sampled in one
-            place or at one time (ROLL Flash, arXiv:2510.11345).
+        replicate_prompts: request each completion by itself, so that those of a prompt need not share place or time
+            (ROLL Flash, arXiv:2510.11345).
         advantage: estimates advantages from the rewards of a group; None is `GroupMeanStd()`.
         aggregation: weight of each token in the average over the step; None is `TokenMean()`.
         scoring: worker threads, timeout and tries of the reward.
@@ -106,11 +106,11 @@ class RolloutDataModule(pl.LightningDataModule):
         limits: timeouts, and engine restarts before the run ends with an error.
 
     Attributes:
-        keep_groups_whole: never split a group over micro-batches; `WeightSync` sets it from the module.
+        keep_groups_whole: never split a group over micro-batches; set by `WeightSync` from the module.
         tree_costs: of a policy that computes prefixes once, so that micro-batches are cut along trees; likewise.
         needs_single_rows: setting that a rollout of several rows is refused with, and its remedy; likewise.
         source_of: number of the source of a prompt, where each has a teacher; likewise.
-        configured_bound: `max_staleness` as it was given; callbacks may have lowered the present one.
+        configured_bound: `max_staleness` as given; callbacks may have lowered the present one.
         arrived_rewards: what `take_rewards` returned last, for the tape; None if nobody asked.
 
     Raises:
@@ -379,7 +379,7 @@ class RolloutDataModule(pl.LightningDataModule):
         return found[0]
 
     def note_progress(self) -> None:
-        """Reports that this rank is alive; for callbacks that run for long while other ranks wait."""
+        """Reports that this rank is alive; for callbacks that run long while other ranks wait."""
         self.feed.ranks.progress.report_progress()
 
     @property
@@ -389,7 +389,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @property
     def engine_restarts(self) -> str:
-        """Number of engines that failed in this run, and the last one's error; empty if there were none."""
+        """Number of engines that failed in this run, and the last error; empty without one."""
         return self._source.engine_restarts
 
     @property
@@ -425,16 +425,16 @@ class RolloutDataModule(pl.LightningDataModule):
         self.intake.arrived = {}
 
     def take_rewards(self) -> list[float]:
-        """Mean reward of each version all of whose groups have been scored, oldest first; each of them once.
+        """Mean reward of each version whose groups are all scored, oldest first, each once.
 
-        Rewards count when they arrive, long before their groups are trained on, and before filters. Called once a step.
-        A collective; with in-order admission (`FixedLag`) it waits for all versions before the present one.
+        Rewards count when they arrive, long before training, and before filters. Call it once a step. A collective;
+        with in-order admission (`FixedLag`) it waits for all earlier versions.
         """
         self.arrived_rewards = rewards = self.feed.take_rewards()
         return rewards
 
     def discard_after(self, version: int) -> None:
-        """Discards what later versions have sampled, as soon as other weights are published; called on all ranks."""
+        """Discards, at the next publication, what later versions have sampled; call it on all ranks."""
         self.feed.discard_after(version)
 
     @property
@@ -447,13 +447,13 @@ class RolloutDataModule(pl.LightningDataModule):
         return self._source.stats()
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The first hook of a micro-batch: what is logged from here on belongs to the next row of the loggers."""
+        """Begins the next row of the loggers, in the first hook of a micro-batch."""
         if self.trainer is not None and self.trainer.training:
             self._logged_rows.begin(self.trainer)
         return batch
 
     def train_dataloader(self) -> Iterable[RolloutBatch]:
-        """Micro-batches as a sized iterable; a `DataLoader` has nothing to add, because they are already collated."""
+        """Collated micro-batches as a sized iterable, to which a `DataLoader` has nothing to add."""
         self.feed.trainer = self._trainer
         return self.feed
 
@@ -533,17 +533,17 @@ class RolloutDataModule(pl.LightningDataModule):
         self._source.load_state_dict(kept)
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Chat templates are told the time at which the run of a checkpoint began; older checkpoints do not have it."""
+        """Tells chat templates when the checkpoint's run began; older checkpoints do not have it."""
         if BEGAN in state:
             self._began = datetime.fromisoformat(state[BEGAN])
             use_run_time(self._began)
 
     def check_resumable(self, state: Mapping[str, Any]) -> None:
-        """Checks that this run can go on with the prompts and the groups of a saved state; it has its model.
+        """Checks that this run, which has its model, can go on with a saved state's prompts and groups.
 
         Raises:
-            ValueError: the prompts are others or in another order, the tokenizer has changed, or the state is from the
-                middle of a round of another length.
+            ValueError: prompts, their order or the tokenizer have changed, or the state is from the middle of a round
+                of another length.
         """
         self._go_on_from(state)
         if TAPE not in state:  # that of a replay says nothing of prompts
@@ -558,7 +558,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self._end()
 
     def _end(self) -> None:
-        """Closes environment and reward, if there is anything to close, unless the run goes on after this fit."""
+        """Closes environment and reward, unless the run goes on after this fit."""
         if not self._is_kept_open:
             return_to_begin()
             self._source.end()
@@ -566,7 +566,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
-        """Context of a run of several fits and validations: what their engines share is closed at its end.
+        """Context of a run of several fits and validations: closes what their engines share at its end.
 
         Without it an environment is closed at the end of each of them.
         """
@@ -579,7 +579,7 @@ class RolloutDataModule(pl.LightningDataModule):
             self._end()
 
     def _begin(self) -> None:
-        """Takes the identities of what makes rewards before it makes any, in a validation before training too."""
+        """Takes the identities of what makes rewards before the first reward, also in a validation before training."""
         begin_here()
         self._identities = identities_of(self.reward, self.engine, self.intake)
 

@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 class RolloutFeed:
     """Publishes weights and yields this rank's micro-batches; the training dataloader.
 
-    The leading rank has engine, producer and replay buffer; the others take part in gathering the weights, and receive
-    their micro-batches. All ranks call the methods in the same order, because some of them are collectives.
+    The leading rank has engine, producer and replay buffer; the others help to gather the weights, and receive their
+    micro-batches. All ranks call the methods in the same order, because some are collectives.
 
     Args:
         source: used on the leading rank only.
@@ -53,7 +53,7 @@ class RolloutFeed:
     Attributes:
         ranks: of the run; replaced when the data module is set up.
         trainer: set when Lightning asks for the dataloader.
-        num_restarts: engines that were replaced; the same on all ranks, though only one has the engine.
+        num_restarts: engines replaced; the same on all ranks.
     """
 
     def __init__(self, source: RolloutSource, micro_batches_per_step: int) -> None:
@@ -69,10 +69,9 @@ class RolloutFeed:
     # -- micro-batches, for Lightning's loop --------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Micro-batches of the whole run, also after a resume: Lightning keeps counting from the checkpoint.
+        """Micro-batches of the whole run, also after a resume: Lightning counts on from the checkpoint.
 
-        Without a length Lightning prefetches a batch, which would break the staleness bound and deadlock a synchronous
-        run.
+        Without a length Lightning prefetches, which would break the staleness bound and deadlock a synchronous run.
         """
         max_steps = self.trainer.max_steps
         return max_steps * self._micro_batches_per_step if max_steps > 0 else MAX_LENGTH
@@ -81,7 +80,7 @@ class RolloutFeed:
         return self
 
     def __next__(self) -> RolloutBatch:
-        """The next micro-batch of this rank; sees to an engine that needs it meanwhile. A collective at some calls.
+        """The next micro-batch of this rank; meanwhile sees to an engine in need. A collective at some calls.
 
         Raises:
             StopIteration: the run is asked to stop.
@@ -130,7 +129,7 @@ class RolloutFeed:
         return self._micro_batches.pop(0)
 
     def _reload(self) -> None:
-        """Gives the weights of all ranks to an engine that replaces the one that failed."""
+        """Gives the weights of all ranks to a replacing engine."""
         if self._stream_weights is None:
             raise SetupError("the engine gets no weights without the WeightSync callback: add it to trainer.callbacks")
         if self.source.engine.uses_probe:
@@ -163,9 +162,9 @@ class RolloutFeed:
         Args:
             version: of the policy.
             step: number of the first optimizer step.
-            stream_weights: iterates over the current weights, for an engine that is restarted; a collective.
+            stream_weights: iterates over the current weights, for a restarted engine; a collective.
             should_stop: whether the run is asked to stop; no collective.
-            make_probe: log-probabilities under the current weights, for an engine that asks for them; a collective.
+            make_probe: log-probabilities under the current weights, for an engine that asks; a collective.
         """
         self._make_probe = make_probe
         self._stream_weights = stream_weights
@@ -174,7 +173,7 @@ class RolloutFeed:
             self.source.start(version, step, should_stop)
 
     def advance(self, version: int) -> None:
-        """Ends a round of admission: the slots of the groups trained on are returned."""
+        """Ends a round of admission: returns the slots of groups trained on."""
         if self.ranks.leads:
             self.source.producer.advance(version)
 
@@ -216,16 +215,16 @@ class RolloutSource:
         engine: set up with the first weights, closed by `stop`.
         model: argument of the engine's `setup`.
         admission: of the producer.
-        make_producer: called with the number of the first step when the engine has its weights.
-        collate: `collate_step` with the arguments that are the same in every step.
+        make_producer: called with the first step's number when the engine has its weights.
+        collate: `collate_step` with the arguments of every step.
         aggregation: weight of each token in the average over the step.
         groups_per_step: groups of an optimizer step.
         fresh_per_step: how many of them come from the producer.
         micro_batches_per_step: of each rank.
-        streams: whether to return each micro-batch as soon as its groups are finished.
+        streams: whether to return each micro-batch once its groups are finished.
         replay: supplies the groups that are not fresh; None if all are.
         limits: restarts of the engine, and timeout of its calls.
-        should_stop: whether the run is asked to stop, which ends the wait for an engine.
+        should_stop: whether to stop, which ends the wait for an engine.
 
     Attributes:
         groups: of the current step; when groups are streamed, those received so far.
@@ -276,7 +275,7 @@ class RolloutSource:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its engine was set up, also for another source, or its producer started; one serves a single fit."""
+        """Whether its engine was set up, also for another source, or its producer started: it serves a single fit."""
         return self.engine.is_used or self._producer is not None
 
     def use_model(self, model: str) -> None:
@@ -284,7 +283,7 @@ class RolloutSource:
         self._holder.model = model
 
     def start(self, version: int, step: int, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Starts the background thread, from the restored state if there is one; the engine has its weights.
+        """Starts the background thread, from the restored state if any; the engine has its weights.
 
         No more prompts are admitted when `should_stop()` becomes true.
         """
@@ -364,7 +363,7 @@ class RolloutSource:
         return self.admission.max_staleness if self._first_bound is None else self._first_bound
 
     def set_max_staleness(self, max_staleness: int) -> None:
-        """Changes the bound of groups admitted from now on; those of a checkpoint are kept, whatever their bound."""
+        """Changes the bound of groups admitted from now on; a checkpoint's groups keep theirs."""
         if self._producer is None:
             self._first_bound = max_staleness
         else:
@@ -453,7 +452,7 @@ class RolloutSource:
     def _streamed_batches(
         self, streamed: StreamedStep, groups: Sequence[RolloutGroup], step: int, num_places: int
     ) -> list[RolloutBatch]:
-        """The next micro-batch of each rank, of the groups that have finished since the last one."""
+        """The next micro-batch of each rank, of the groups finished since the last."""
         weights = streamed.add(groups)
         self.groups = streamed.groups
         batches = self.collate(groups, aggregation=weights, num_micro_batches=num_places)
@@ -472,8 +471,8 @@ class RolloutSource:
     def restart_engine(self, weights: Weights) -> None:
         """Replaces an engine that hangs or failed; groups that lack completions are sampled again.
 
-        Everything received from the old engine is kept. If the new one fails to start, the next `next_batches` raises
-        its error.
+        Everything received from the old one is kept. If the new one fails to start, the next `next_batches` raises its
+        error.
         """
         producer = self.producer
         error = producer.listener.engine_error if isinstance(producer, Producer) else None
@@ -483,7 +482,7 @@ class RolloutSource:
 
     @property
     def engine_restarts(self) -> str:
-        """Number of engines that were replaced, and why the last one was; empty if none was."""
+        """Number of engines replaced, and why the last was; empty without one."""
         return f"{self._holder.num_restarts}; last: {self._holder.last_error}" if self._holder.num_restarts else ""
 
     def stats(self) -> ProducerStats | None:

@@ -31,22 +31,21 @@ class Scoring:
     """Scoring of training completions.
 
     Args:
-        workers: number of completions scored concurrently, each as soon as it is sampled: threads, or calls under way
-            of an `async` reward. None is one thread, or 64 calls of an `async` reward. Rewards that know their own
-            number, such as a judge, have that instead.
+        workers: completions scored concurrently, each as soon as it is sampled: threads, or calls under way of an
+            `async` reward. None is one thread, or 64 such calls. Rewards that know their own number, such as a judge,
+            use that instead.
         timeout_s: timeout of one reward.
-        tries: a prompt whose scoring fails (the reward raises or times out) that many times is skipped with a warning,
-            and another takes its place; ten skipped prompts in a row, without a reward in between, end the run. None
-            ends it at the first failure.
+        tries: a prompt whose scoring fails (the reward raises or times out) so often is replaced by another, with a
+            warning; ten in a row, without a reward in between, end the run. None ends it at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
-        success_reward: a rollout with at least this reward counts as a success in the pass rates of prompts, before
-            filters change rewards; None is full marks of a reward that declares itself a grader, and 0.5 for any other.
+        success_reward: least reward, before filters, of a success in the pass rates of prompts; None is full marks of a
+            reward that declares itself a grader, and 0.5 for any other.
         special_tokens: special tokens in the text that rewards, environments, validation and samples get. `tags`: those
-            that structure an answer, such as `<think>`, and none that end, begin or pad a text. `none`: no special
-            token. `all`: every token, the end token included.
+            that structure an answer, such as `<think>`, and none that end, begin or pad a text. `none`: none. `all`:
+            all, the end token included.
         resume_rewards: what a resume does with saved rewards if the reward, its settings, the environment or the
-            answers of the prompts are others than in the checkpoint: `anew` samples these groups again, with the replay
-            buffer and the pass rates of prompts begun anew; `keep` keeps all of them.
+            prompts' answers have changed: `anew` samples these groups again, and begins the replay buffer and pass
+            rates anew; `keep` keeps all of them.
 
     Raises:
         ValueError: a setting is out of range.
@@ -133,12 +132,12 @@ class Limits:
 
     Args:
         rollout_timeout_s: seconds without a new token or reward, while the trainer waits and no reward or environment
-            works within a limit of its own, before an engine counts as hanging; where several ranks train, also the
-            seconds in which a rank that others wait for may make no progress (see docs/hardware.md).
+            works within a limit of its own, before an engine counts as hanging; with several ranks also the seconds
+            that a rank awaited by others may make no progress (see docs/hardware.md).
         rank_timeout_s: seconds without a sign of life from a training process before it counts as dead.
-        start_timeout_s: seconds in which all training processes must have come together at the start.
-        engine_restarts: an engine that hangs or breaks is replaced by a new one with the current weights, so often in a
-            row (without a training step in between); then, or with 0 at once, the run ends.
+        start_timeout_s: seconds in which all training processes must come together at the start.
+        engine_restarts: how often in a row, without a training step in between, an engine that hangs or breaks is
+            replaced by a new one with the current weights; then, or with 0 at once, the run ends.
 
     Raises:
         ValueError: a setting is out of range.
@@ -160,10 +159,10 @@ class Limits:
 
 
 def with_support(sampling: SamplingParams, engine: RolloutEngine | None) -> SamplingParams:
-    """Adds the recording of the tokens that a truncated sampler could choose; logs what was set.
+    """Adds recording of the tokens that a truncated sampler could choose; logs what was set.
 
-    Without it importance ratios would compare a distribution over a few tokens with one over all. Engines without a
-    model are left alone.
+    Without it importance ratios would compare a distribution over few tokens with one over all. Engines without a model
+    are left alone.
 
     Raises:
         ValueError: see `lit_async_rl.rules.of_truncation`.
@@ -190,7 +189,7 @@ def open_tape(admission: FromTape, sampling: SamplingParams, max_staleness: int)
 
     Raises:
         FileNotFoundError: there is none; names the setting.
-        ValueError: its first step was sampled with other settings, or lacks what they say is recorded.
+        ValueError: its first step was sampled with other settings, or lacks a record that they ask for.
     """
     try:
         tape = Tape(admission.folder, sampling.distribution, max_staleness)
@@ -210,7 +209,7 @@ NUM_INSPECTED = 100  # prompts that are looked at for messages
 
 
 def check_ends(codec: TextCodec, sampling: SamplingParams, source: PromptSource) -> None:
-    """Refuses what cannot end a completion: stop strings that texts do not contain, a chat template without an end.
+    """Refuses what cannot end a completion: stop strings absent from texts, a chat template without an end.
 
     Raises:
         ValueError: see `TextCodec.check_stop` and `TextCodec.check_turn_end`.

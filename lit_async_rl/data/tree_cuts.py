@@ -1,8 +1,8 @@
-"""Micro-batches of prefix trees: cut between trees, and within those that are larger than a micro-batch.
+"""Micro-batches of prefix trees: cut between trees, and within those larger than a micro-batch.
 
-A tree is a group, whose rows share prefixes (`PrefixTreePacking`). Its size is the number of tokens that are computed,
-each shared prefix once. A tree is cut between rollouts, whose rows stay together; the prefix that its parts have in
-common is computed in each of them.
+A tree is a group, whose rows share prefixes (`PrefixTreePacking`). Its size is the number of computed tokens, each
+shared prefix once. It is cut between rollouts, whose rows stay together; each part computes the prefix that parts have
+in common.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TreeSizes:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]]) -> TreeSizes:
-        """Sizes of the tree of some rows, which are in the order of their tokens."""
+        """Sizes of the tree of some rows, in the order of their tokens."""
         common = [0, *(_num_common(*pair) for pair in pairwise(rows))]
         return cls([len(row) for row in rows], common)
 
@@ -95,7 +95,7 @@ def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Tree:
-    """A group: its rollouts by the order of their first rows, and the numbers of the rows of each."""
+    """A group: its rollouts by the order of their first rows, and the row numbers of each."""
 
     rollouts: Sequence[Sequence[TokenSequence]]
     numbers: Sequence[Sequence[int]]
@@ -128,7 +128,7 @@ def _tree(rollouts: Sequence[Sequence[TokenSequence]]) -> _Tree:
 
 
 def split_trees(groups: Sequence[Sequence[Sequence[Row]]], num_parts: int, keep_whole: bool) -> list[TreePart[Row]]:
-    """Partitions groups into `num_parts` parts, of which the largest is as small as this search finds.
+    """Partitions groups into `num_parts` parts, the largest as small as this search finds.
 
     Groups are sorted by size. Parts may be empty.
 

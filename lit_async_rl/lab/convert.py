@@ -236,7 +236,7 @@ class Conversion:
         self._notes.append(text)
 
     def notes(self) -> list[str]:
-        """Lines on settings that were not carried over, in the order of the file, and on those to look at."""
+        """Lines on settings not carried over, in the order of the file, and on those to look at."""
         known = {*self._read, *IGNORED, *LEFT_OUT, *ASYNCHRONOUS}
         unimportant = []
         for name, value in list(self._settings.items()):
@@ -253,7 +253,7 @@ class Conversion:
         return self._notes
 
     def _leave_out(self, name: str, reason: str) -> None:
-        """Adds the line of a setting that is not carried over, and forgets the setting; its value if it is no key."""
+        """Adds the line of a setting that is not carried over, and forgets it; shows its value if it is no key."""
         self.note(f"left out: {without_secrets(f'{name}: {self._settings.pop(name)!r}')} ({reason})")
 
     def _leave_out_unless(self, condition: bool, kind: str, reason: str) -> None:
@@ -480,7 +480,7 @@ class Conversion:
         return {"class_path": "TokenMean" if of_micro_batch else AGGREGATIONS.get(self._kind, "TokenMean")}
 
     def _max_staleness(self, accumulation: int, batches_sampled: int) -> int:
-        """Number of TRL's updates on the same samples after the first; `batches_sampled` are micro-batches."""
+        """TRL's updates on the same samples after the first; `batches_sampled` are micro-batches."""
         if self._is_asynchronous:
             return int(self.number("max_staleness", 4, int))
         iterations = self.number("num_iterations", 1, int)

@@ -56,7 +56,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def fetch(out: Path) -> None:
-    """Downloads, converts and checks; leaves folders that are there already as they are.
+    """Downloads, converts and checks; leaves existing folders as they are.
 
     Raises:
         ValueError: a folder is not empty and holds no model, or the model does not answer.

@@ -43,7 +43,7 @@ class Graded:
         record: number of its line or item, from 1.
         reference: reference answer; None without one.
         answer: completion that was graded.
-        extracted: part of it that was compared; empty if the reward does not say.
+        extracted: compared part of it; empty if the reward does not say.
         score: reward; None if it cannot be graded.
         kind: `right` (full marks), `partial`, `wrong` or `refused`.
         why: reason, or error.
@@ -96,7 +96,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def load_reward(path: str) -> Any:
-    """A reward by its dotted path or its name in `lit_async_rl`; a class is made without arguments.
+    """A reward by dotted path or name in `lit_async_rl`; a class is made without arguments.
 
     Raises:
         ValueError: there is none, or it needs arguments or is no reward.
@@ -273,7 +273,7 @@ def _graded(reward: Any, prompt: Any, answer: str, *, number: int, full_marks: f
 
 
 def show(rows: Sequence[Graded], num: int) -> None:
-    """Prints a table of the first rows, as wide as the terminal, between 60 and 140 columns; 80 without one."""
+    """Prints a table of the first rows, as wide as the terminal, but 60 to 140 columns; 80 without one."""
     from rich.console import Console
     from rich.table import Table
 
@@ -295,7 +295,7 @@ def show(rows: Sequence[Graded], num: int) -> None:
 
 
 def printable(text: str) -> Any:
-    """Text for a cell: the end of it if it is long, without control characters, which a completion may hold."""
+    """Text for a cell: its end if it is long, without control characters."""
     from rich.text import Text
 
     if len(text) > CELL_CHARS:

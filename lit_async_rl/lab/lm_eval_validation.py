@@ -29,12 +29,12 @@ INSTALL = 'LMEvalValidation needs pip install "lit-async-rl[eval]"'
 class LMEvalValidation(pl.Callback):
     """Runs tasks of `lm-eval` on the policy while training pauses: before the first step, every N steps, at the end.
 
-    The harness (Gao et al., https://github.com/EleutherAI/lm-evaluation-harness) makes the prompts and scores the
-    answers. Log-likelihoods come from the policy in evaluation mode, generated answers from an embedded engine on the
-    same weights. Training does not depend on it: the random states are those of before.
+    The harness (Gao et al., https://github.com/EleutherAI/lm-evaluation-harness) makes prompts and scores answers.
+    Log-likelihoods come from the policy in evaluation mode, generated answers from an embedded engine on the same
+    weights. It restores random states, so training does not depend on it.
 
-    Logs `lm_eval/<task>/<metric>` (behind it `/<filter>` where the task has several) and its `_stderr`, at the number
-    of optimizer steps before it. In one process: for a policy on several, export a checkpoint and run `lm-eval` on it.
+    Logs `lm_eval/<task>/<metric>` (and `/<filter>` where the task has several) and its `_stderr`, at the number of
+    optimizer steps before it. One process only: for a policy on several, export a checkpoint and run `lm-eval` on it.
 
     Example:
         ```python
@@ -186,7 +186,7 @@ def _named(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, floa
 
 
 def _harness_model(lm: PreTrainedModel, data: RolloutDataModule, settings: LMEvalValidation) -> Any:
-    """The policy as the harness sees a model; made here because its base class is the harness's."""
+    """The policy as the harness sees a model; its base class is the harness's."""
     from lm_eval.api.model import TemplateLM
 
     class Policy(TemplateLM):  # type: ignore[misc]
@@ -278,8 +278,8 @@ def answer_logprobs(
 
     Args:
         lm: in evaluation mode.
-        rows: token ids; of a row that is longer than the model's positions the beginning is cut off.
-        data: which is told of the progress.
+        rows: token ids; a row longer than the model's positions loses its beginning.
+        data: told of the progress.
     """
     limit = int(getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 2**31)
     whole = [[*prompt, *answer][-limit - 1 :] for prompt, answer in rows]

@@ -1,9 +1,9 @@
 """Memory of training and sampling, counted before a device is rented.
 
 `training_memory` runs a training step of the real model with tensors that have a shape and no values, and counts the
-bytes of all that live at a time. So it needs neither the device nor the weights, and what it counts is what the step
-allocates. It knows every architecture whose shapes do not depend on values, as those of routed experts do. Not counted:
-a teacher, memory that an allocator loses between tensors, CUDA's own (about half a gigabyte), and what a kernel needs.
+bytes alive at a time: exactly what the step allocates, without the device or the weights. It knows every architecture
+whose shapes do not depend on values, as those of routed experts do. Not counted: a teacher, memory lost between
+tensors, CUDA's own (about half a gigabyte), and what kernels need.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TrainingMemory:
         weights: parameters and buffers.
         gradients: of all trained parameters.
         moments: states of AdamW.
-        peak: all of these and everything else, when it is most.
+        peak: largest sum of these and everything else.
     """
 
     weights: int
@@ -75,19 +75,19 @@ class TrainingMemory:
 
     @property
     def states(self) -> int:
-        """Bytes that stay between micro-batches, and that sharding divides."""
+        """Bytes that stay between micro-batches; sharding divides them."""
         return self.weights + self.gradients + self.moments
 
     @property
     def working(self) -> int:
-        """Bytes beside these: activations, logits, and what the backward pass computes on its way."""
+        """Bytes beside these: activations, logits, and temporaries of the backward pass."""
         return self.peak - self.states
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of storages that are alive, and answers what depends on values that do not exist.
+    """Counts the bytes of live storages, and answers what depends on missing values.
 
-    The values are those of a mask: `num_tokens` of its entries are True.
+    These are a mask's: `num_tokens` of its entries are True.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -174,7 +174,7 @@ def training_memory(config: PreTrainedConfig, shape: StepShape) -> TrainingMemor
 
 
 def _without_values(module: nn.Module) -> None:
-    """Replaces all tensors of a module by such that have shape and device, but no values."""
+    """Replaces all tensors of a module by some with shape and device, but no values."""
     tied: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -198,7 +198,7 @@ class Fit:
     """Bytes on each training device with some settings.
 
     Attributes:
-        settings: changed ones, as for the command line; none are the configuration's own.
+        settings: changed ones, as for the command line; none if as configured.
         num_bytes: at most at any time.
     """
 
@@ -209,7 +209,7 @@ class Fit:
 def ways_to_fit(
     config: PreTrainedConfig, shape: StepShape, capacity: int, trainer_devices: int, is_sharded: bool
 ) -> list[Fit]:
-    """Memory of training, then with one setting more at a time until it fits.
+    """Memory of training, then with one more setting at a time until it fits.
 
     Args:
         config: of the model.
@@ -243,7 +243,7 @@ def ways_to_fit(
 
 
 def _on_device(config: PreTrainedConfig, shape: StepShape, sharded: int) -> int:
-    """Bytes on each of `sharded` devices that divide weights, gradients and moments among them."""
+    """Bytes on each of `sharded` devices that divide weights, gradients and moments."""
     whole = training_memory(config, shape)
     if sharded == 1:
         return whole.peak

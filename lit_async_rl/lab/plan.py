@@ -80,7 +80,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> list[str]:
-    """Lines of the answer: the split of several devices, and what one must hold if its kind is known.
+    """Lines of the answer: the split of devices, and what one must hold if its kind is known.
 
     Raises:
         ValueError: an argument is out of range, or the source does not say enough.
@@ -133,7 +133,7 @@ def plan(arguments: argparse.Namespace) -> list[str]:
 def measured_cost(
     folder: Path, settings: Mapping[str, Any], *, spread: float, efficiency: float, num_ranks: int | None = None
 ) -> StepCost:
-    """Cost of a step by the second half of a run's steps, when compiling and filling the queue are over.
+    """Cost of a step by the second half of a run, after compiling and filling the queue.
 
     Args:
         folder: of the run.
@@ -214,7 +214,7 @@ def _calculated_cost(arguments: argparse.Namespace, settings: Mapping[str, Any])
 
 
 def model_size(model: str) -> ModelSize:
-    """Size of a model by its configuration; its weights are not read. All experts of a layer count."""
+    """Size of a model by its configuration, without reading weights. All experts of a layer count."""
     from transformers import AutoModelForCausalLM
 
     from lit_async_rl.models.loading import load_config as load_model_config
@@ -230,7 +230,7 @@ def model_size(model: str) -> ModelSize:
 
 
 def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_devices: int | None) -> list[str]:
-    """Memory that one device needs, and settings to change if that is too much.
+    """Memory that one device needs, and settings to change if it is too much.
 
     Args:
         arguments: of the command.
@@ -362,7 +362,7 @@ def _of(settings: Any, name: str, default: Any) -> Any:
 
 
 def _count(settings: Mapping[str, Any], name: str) -> int:
-    """A setting that is a number; where the source is silent, the default of a run."""
+    """A number; where the source is silent, the default of a run."""
     return int(_of(settings, name, all_settings()[name]["default"]))
 
 
@@ -375,7 +375,7 @@ def _innermost_engine(settings: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _num_slots(settings: Mapping[str, Any]) -> int:
-    """Slots of the innermost engine; the default of its class if the source does not set them.
+    """Slots of the innermost engine, by default its class's.
 
     Raises:
         ValueError: the engine has no such setting.

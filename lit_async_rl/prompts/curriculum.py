@@ -1,7 +1,7 @@
 """Curriculum by measured difficulty.
 
-Prompts keep their seeded order; a prompt is skipped with a probability that depends on its measured pass rate. A
-position in the stream therefore identifies a prompt, and a resumed run continues with the measured pass rates.
+Prompts keep their seeded order and are skipped with a probability that depends on the measured pass rate. A position in
+the stream therefore identifies a prompt, and a resumed run continues with the measured rates.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PassRates:
 
 
 class Curriculum(ABC):
-    """Rule for the probability of sampling the next prompt of the stream; unmeasured prompts are always sampled."""
+    """Rule for the probability of sampling a prompt of the stream; unmeasured ones are always sampled."""
 
     @abstractmethod
     def chance(self, pass_rate: float) -> float:
@@ -83,8 +83,8 @@ class _Floored(Curriculum):
 class Learnability(_Floored):
     """max(floor, 4 p (1 - p)): proportional to the reward variance p (1 - p) of a group.
 
-    The score of "sampling for learnability", arXiv:2408.15099. There the prompts with the highest scores are chosen
-    from a large buffer; here the score is the probability of sampling a prompt.
+    The score of "sampling for learnability", arXiv:2408.15099, which chooses the highest scores from a large buffer;
+    here it is the probability of sampling a prompt.
 
     Args:
         floor: minimum probability.
@@ -119,8 +119,8 @@ class DifficultyWindow(Curriculum):
     """Probability 1 for pass rates in [low, high], `floor` outside.
 
     Args:
-        low: lower bound; prompts with smaller pass rates are too hard.
-        high: upper bound; prompts with larger pass rates are too easy.
+        low: lower bound; below it prompts are too hard.
+        high: upper bound; above it prompts are too easy.
         floor: probability outside of the window.
 
     Raises:

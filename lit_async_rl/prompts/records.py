@@ -1,4 +1,4 @@
-"""Records of files and data sets, by line or row, and their fields as the texts, answers and templates of prompts."""
+"""Records of files and data sets, by line or row, and their fields as texts, answers and templates of prompts."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Records(Protocol):
 
 
 def field_text(value: Any) -> str:
-    """A string or number of a record as text; floats are written without an exponent, and whole ones as integers.
+    """A string or number of a record as text; floats have no exponent, and whole ones no fraction.
 
-    A table turns a column of integers with a gap into floats: 72.0 is written `72`, as in a table without gaps.
+    A table turns integers into floats in a column with a gap: 72.0 is written `72`, as without gaps.
 
     Raises:
         ValueError: the value is of another type, missing (None, NaN, pandas' NA), or infinite.
@@ -80,7 +80,7 @@ def fill_template(template: str, prompt: str, others: Mapping[str, Any], hidden:
         hidden: field of the reference answer, which must not appear in a prompt.
 
     Raises:
-        ValueError: a placeholder names the reference answer, an unknown field, or one without text, texts or number.
+        ValueError: a placeholder names the reference answer, an unknown field, or one that is no text, texts or number.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -122,7 +122,7 @@ def check_template(template: str) -> None:
 
 
 def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
-    """Reads JSON objects by line number, from 1; empty lines are skipped. If the file is one array, by item number.
+    """Reads JSON objects by line number, from 1, skipping empty lines; of an array by item number.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -189,11 +189,11 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def csv_records(path: str, delimiter: str) -> dict[int, Mapping[str, Any]]:
-    """Reads the rows of a CSV file by line number. The first row has the names of the fields; all values are strings.
+    """Reads the rows of a CSV file by line number. The first row names the fields; all values are strings.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row has more or fewer values than the first one, which has a name twice, or the file is not UTF-8.
+        ValueError: a row has more or fewer values than the first, which has a name twice, or the file is not UTF-8.
     """
     file = _existing_file(path)
     records: dict[int, Mapping[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Finite prompt sources: JSON, Parquet and CSV files, Hugging Face datasets, and the base class of custom ones."""
+"""Finite prompt sources: JSON, Parquet and CSV files, Hugging Face datasets, and the base class."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PromptSource(Records, ABC):
     Attributes:
         max_prompt_tokens: largest prompt length in tokens; None is the limit of the engine.
         on_bad_prompt: `error` raises at a bad prompt (too long, incomplete, refused by the chat template), before
-            training or when the prompt is first used; `skip` skips such prompts and logs their number.
+            training or at its first use; `skip` skips such prompts and logs their number.
     """
 
     max_prompt_tokens: int | None = None
@@ -58,16 +58,16 @@ class RecordPrompts(PromptSource):
 
     Args:
         records: one mapping per prompt.
-        prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
-        answer_field: field that holds the reference answer (`reward_model.ground_truth` is nested), a text, a
-            number or a list of accepted ones; None if none.
-        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
+        prompt_field: field of the prompt: text, or a list of messages with `role` and `content`.
+        answer_field: field of the reference answer (`reward_model.ground_truth` is nested): text, number or list of
+            accepted ones; None if none.
+        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` gives `{name}`.
         origin: name of the source in messages.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
-        as_chat: turn text prompts into one user message, to which the chat template is applied.
-        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; overridden
-            by those of a record.
+        as_chat: turn text prompts into one user message for the chat template.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; a record's override
+            them.
 
     Raises:
         ValueError: there are no records, or the first one is bad and `on_bad_prompt` is `error`.
@@ -212,7 +212,7 @@ class FilePrompts(RecordPrompts):
 
 
 class JsonlPrompts(FilePrompts):
-    """Prompts from a JSON Lines file, one object per line, or from a JSON file that is an array of objects.
+    """Prompts from a JSON Lines file, one object per line, or from a JSON array of objects.
 
     Example:
         ```python
@@ -228,15 +228,15 @@ class JsonlPrompts(FilePrompts):
 
     Args:
         path: path of the file.
-        prompt_field: field that holds the prompt: text, or a list of messages with `role` and `content`.
-        answer_field: field that holds the reference answer (`reward_model.ground_truth` is nested), a text, a
-            number or a list of accepted ones; None if none.
-        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
+        prompt_field: field of the prompt: text, or a list of messages with `role` and `content`.
+        answer_field: field of the reference answer (`reward_model.ground_truth` is nested): text, number or list of
+            accepted ones; None if none.
+        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` gives `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
-        as_chat: turn text prompts into one user message, to which the chat template is applied.
-        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; overridden
-            by those of a record.
+        as_chat: turn text prompts into one user message for the chat template.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; a record's override
+            them.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -252,15 +252,15 @@ class ParquetPrompts(FilePrompts):
 
     Args:
         path: path of the file.
-        prompt_field: column that holds the prompt: text, or a list of messages.
-        answer_field: column that holds the reference answer (`reward_model.ground_truth` is nested), a text, a
-            number or a list of accepted ones; None if there is none.
-        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
+        prompt_field: column of the prompt: text, or a list of messages.
+        answer_field: column of the reference answer (`reward_model.ground_truth` is nested): text, number or list of
+            accepted ones; None if none.
+        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` gives `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
-        as_chat: turn text prompts into one user message, to which the chat template is applied.
-        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; overridden
-            by those of a record.
+        as_chat: turn text prompts into one user message for the chat template.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; a record's override
+            them.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -272,16 +272,16 @@ class ParquetPrompts(FilePrompts):
 
 
 class CsvPrompts(FilePrompts):
-    """Prompts from the rows of a CSV file; the first row has the names of the fields.
+    """Prompts from the rows of a CSV file; the first row names the fields.
 
     Args:
         path: path of the file, in UTF-8.
-        prompt_field: column that holds the prompt.
-        answer_field: column that holds the reference answer; None if there is none.
-        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
+        prompt_field: column of the prompt.
+        answer_field: column of the reference answer; None if none.
+        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` gives `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
-        as_chat: turn text prompts into one user message, to which the chat template is applied.
+        as_chat: turn text prompts into one user message for the chat template.
         chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`.
         delimiter: separator of values; None is a tab in `.tsv` files, and a comma in others.
 
@@ -323,8 +323,8 @@ class CsvPrompts(FilePrompts):
 def _with_answers(records: Mapping[int, Mapping[str, Any]], field: str | None) -> Mapping[int, Mapping[str, Any]]:
     """Rows of a CSV file with the answers that pandas and Arrow read from it.
 
-    An empty cell is no answer, since a completion that ends at once would equal it. In a column of numbers 72.0 is 72:
-    so integers are written where one is missing.
+    An empty cell is no answer, since an empty completion would equal it. In a column of numbers 72.0 is 72, since
+    tables with gaps write integers so.
     """
     if field is None or not all(field in record for record in records.values()):
         return records
@@ -341,17 +341,17 @@ class HuggingFacePrompts(RecordPrompts):
 
     Args:
         path: name or folder of the dataset.
-        split: split, for example `train` or `train[:1000]`; ignored for a single split written by `save_to_disk`.
+        split: such as `train` or `train[:1000]`; ignored for a single split written by `save_to_disk`.
         name: configuration of the dataset, if it has several.
-        prompt_field: column that holds the prompt: text, or a list of messages.
-        answer_field: column that holds the reference answer (`reward_model.ground_truth` is nested), a text, a
-            number or a list of accepted ones; None if there is none.
-        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` is the text `{name}`.
+        prompt_field: column of the prompt: text, or a list of messages.
+        answer_field: column of the reference answer (`reward_model.ground_truth` is nested): text, number or list of
+            accepted ones; None if none.
+        template: text around text prompts, with `{prompt}` and, by name, other fields; `{{name}}` gives `{name}`.
         max_prompt_tokens: largest prompt length in tokens, see `PromptSource`.
         on_bad_prompt: `error` or `skip`, see `PromptSource`.
-        as_chat: turn text prompts into one user message, to which the chat template is applied.
-        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; overridden
-            by those of a record.
+        as_chat: turn text prompts into one user message for the chat template.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": false}`; a record's override
+            them.
 
     Raises:
         FileNotFoundError: the dataset cannot be found or reached.
@@ -405,7 +405,7 @@ def _text_or_messages(value: Any) -> str | list[Any]:
 
 
 def with_template_kwargs(metadata: dict[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a prompt with default arguments for its chat template; arguments in the record override them."""
+    """A prompt's metadata with default arguments for its chat template; the record's override them."""
     if not kwargs:
         return metadata
     own = metadata.get(TEMPLATE_KWARGS)
@@ -432,7 +432,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def source_class(text: str) -> type[RecordPrompts] | None:
-    """The class of source for a path or name: by the suffix of a file, or a dataset for a folder or `org/name`.
+    """The source class of a path or name: by a file's suffix, or a dataset for a folder or `org/name`.
 
     None for anything else, such as the name of a class.
     """
@@ -449,11 +449,11 @@ class InMemoryPrompts(RecordPrompts):
 
     Args:
         records: texts, `Prompt` objects or mappings. A mapping has its prompt under `prompt` (text or messages) or
-            `messages`, and may have an `answer`, or a list of accepted ones (None and NaN are none); its other keys
-            become the prompt's metadata.
+            `messages`, and may have an `answer`, or a list of accepted ones (None and NaN are none); other keys become
+            metadata.
         origin: name of the setting, for messages.
-        as_chat: make each prompt that is text a user's message, for the tokenizer's chat template.
-        chat_template_kwargs: arguments of that template; overridden by those of a record.
+        as_chat: make text prompts a user's message for the chat template.
+        chat_template_kwargs: arguments of that template; a record's override them.
         max_prompt_tokens: see `PromptSource`; likewise `on_bad_prompt`.
 
     Raises:
@@ -531,8 +531,8 @@ def as_source(prompts: Any, setting: str) -> PromptSource:
     """Converts prompts to a `PromptSource`.
 
     Args:
-        prompts: a source, which is returned unchanged, records of `InMemoryPrompts`, or the name of a file or of a
-            dataset (`source_class`).
+        prompts: a source, returned unchanged; records of `InMemoryPrompts`; or the name of a file or dataset
+            (`source_class`).
         setting: name of the argument, for messages.
 
     Raises:

@@ -24,7 +24,7 @@ Encode = Callable[[Prompt], Sequence[int]]
 
 
 class UsablePrompts:
-    """Set of the usable prompts of a source, each checked once; `source.on_bad_prompt` raises or skips bad ones.
+    """Usable prompts of a source, each checked once; `source.on_bad_prompt` raises or skips bad ones.
 
     Args:
         source: source of the prompts.
@@ -33,8 +33,7 @@ class UsablePrompts:
         why: origin of `max_tokens`, for messages.
 
     Attributes:
-        answers_digest: digest of the answers and metadata of the prompts read by `check`, that is, of a reward's
-            inputs; None before `check`.
+        answers_digest: digest of a reward's inputs, the answers and metadata read by `check`; None before.
     """
 
     def __init__(self, source: PromptSource, encode: Encode, max_tokens: int | None = None, why: str = "") -> None:
@@ -112,11 +111,11 @@ class UsablePrompts:
 
 
 def rewarded_by(prompt: Prompt, of_object: Callable[[Any], str] = lambda value: type(value).__qualname__) -> str:
-    """Answers and metadata of a prompt as text, that is, what a reward reads of it.
+    """Answers and metadata of a prompt, which a reward reads, as text.
 
     Args:
         prompt: prompt.
-        of_object: text for an object that JSON does not know; by default its type, because images may be many.
+        of_object: text for an object unknown to JSON; by default its type, because images may be many.
     """
     answers = prompt.answer if len(prompt.answers) < 2 else list(prompt.answers)
     return json.dumps([answers, _stable(prompt.metadata, of_object)], ensure_ascii=True)
@@ -163,12 +162,12 @@ class UsableSubset(PromptSource):
 
 
 class PromptStream:
-    """Infinite stream over a source, with a new permutation per epoch that depends on seed and epoch only.
+    """Infinite stream over a source, with a permutation per epoch that depends on seed and epoch only.
 
     Args:
         source: source of the prompts.
         seed: seed of the permutations.
-        shuffle: False takes the prompts in the order of the source, in every epoch.
+        shuffle: False keeps the order of the source in every epoch.
 
     Raises:
         ValueError: the source is empty.
@@ -189,7 +188,7 @@ class PromptStream:
         return self.at(self.advance())
 
     def advance(self) -> int:
-        """Advances to the next usable prompt and returns its position; skipped prompts count as positions."""
+        """Advances to the next usable prompt and returns its position; skipped prompts have positions, too."""
         while True:
             self.position += 1
             if self.usable is None or self.number_at(self.position - 1) in self.usable:

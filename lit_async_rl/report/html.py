@@ -95,7 +95,7 @@ def embedded(content: Any) -> str:
 
 
 def security_policy(scripts: Sequence[str], style: str, live: bool) -> str:
-    """Content security policy: only these scripts run, identified by digest, and nothing is loaded from elsewhere."""
+    """Content security policy: only these scripts run, by digest, and nothing is loaded from elsewhere."""
     sources = {
         "default-src": "'none'",
         "script-src": " ".join(_digest(script) for script in scripts),

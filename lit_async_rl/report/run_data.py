@@ -58,7 +58,7 @@ class RunData:
         self._numbers = {"curves": 0, "timeline": 0, "rollouts": 0, "held_out": 0}
 
     def refresh(self) -> dict[str, int]:
-        """Reads new lines; returns a number for each part of the page that grows with every change."""
+        """Reads new lines; returns a number for each part of the page, which grows with every change."""
         verdicts = self._verdict_tail.refresh(self._verdicts.clear, self._add_verdict)
         changed = {
             "curves": self._curves.refresh() or verdicts,
@@ -112,7 +112,7 @@ class RunData:
         return rows[-1] if rows else None
 
     def _read_tape(self) -> bool:
-        """Reads the tape if it has new files, at most every `TAPE_POLL_INTERVAL_S`; returns whether it did."""
+        """Reads a tape with new files, at most every `TAPE_POLL_INTERVAL_S`; returns whether it did."""
         if time.monotonic() < self._tape_read_at + TAPE_POLL_INTERVAL_S or not self._tape.is_dir():
             return False
         self._tape_read_at = time.monotonic()
@@ -200,8 +200,8 @@ VALIDATION_PREFIXES = ("val/", "eval/")
 class Curves:
     """Incremental reader of `metrics.csv`.
 
-    Values of a step are at its number counted from 1, as in `samples.jsonl`; Lightning writes it counted from 0.
-    Validations are at the number of steps before them; within training Lightning writes them one step too early.
+    Steps count from 1, as in `samples.jsonl`; Lightning counts them from 0. Validations are at the number of steps
+    before them; within training Lightning writes them one step too early.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -244,13 +244,13 @@ class Curves:
         return values[np.isfinite(values)]
 
     def has_all_steps(self, name: str) -> bool:
-        """Whether a metric has a value at every step from its first to its last, as with `log_every_n_steps: 1`."""
+        """Whether a metric has a value at every step, as with `log_every_n_steps: 1`."""
         steps = self._series[name][0] if name in self._series else ()
         return len(steps) > 0 and max(steps) - min(steps) < len(steps)
 
     @property
     def num_steps(self) -> int:
-        """Number of optimizer steps, by the last logged one."""
+        """Optimizer steps, by the last logged one."""
         return int(max((max(steps) for steps, _ in self._series.values() if steps), default=0))
 
     def payload(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class HeldOut:
             self._rows.setdefault(row["prompt"], {}).setdefault(row["step"], row)
 
     def payload(self) -> list[dict[str, Any]]:
-        """Prompts with their answers, and with a completion at each of several evenly spaced validations."""
+        """Prompts with their answers, and a completion at each of several evenly spaced validations."""
         prompts = []
         remaining = MAX_HELD_OUT_BYTES
         for prompt, rows in list(self._rows.items())[:MAX_HELD_OUT_PROMPTS]:

@@ -19,7 +19,7 @@ PER_TOKEN = ("versions", "log_ratios", "advantages", "entropies", "mask")
 
 
 class Samples:
-    """Incremental index of a table with one rollout per line; `payload` reads the rows."""
+    """Incremental index of a table of rollouts; `payload` reads the rows."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -41,7 +41,7 @@ class Samples:
         return {step for step, _ in self._rows}
 
     def payload(self, max_bytes: int = MAX_ROLLOUT_BYTES) -> list[dict[str, Any]]:
-        """Groups of evenly spaced steps, with all of their rollouts, in order of steps."""
+        """Groups of evenly spaced steps, with all rollouts, in order of steps."""
         chosen = sorted(choose({key: sum(size for _, size in rows) for key, rows in self._rows.items()}, max_bytes))
         try:
             with self._tail.path.open("rb") as file:

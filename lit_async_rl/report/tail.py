@@ -9,7 +9,7 @@ from pathlib import Path
 class Tail:
     """Complete lines of a growing file, each read once.
 
-    A file that was replaced or truncated (as in a resume) is read again from its beginning.
+    A file that was replaced or truncated (as in a resume) is read anew.
 
     Attributes:
         path: of the file.
@@ -27,7 +27,7 @@ class Tail:
         """Reads the new lines; returns whether there were new bytes.
 
         Args:
-            clear: called before the lines of a replaced file, to forget those of the earlier one.
+            clear: called before the lines of a replaced file, to forget earlier ones.
             add: called with the offset and content of each new complete line.
         """
         if not self.begin():
@@ -54,7 +54,7 @@ class Tail:
         return status.st_size > self._read_until
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Offset and content of each new complete line; an incomplete last line is read the next time."""
+        """Offset and content of each new complete line; an incomplete last one is read next time."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)

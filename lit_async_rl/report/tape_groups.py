@@ -26,7 +26,7 @@ def tape_groups(folder: Path, texts: Texts | None, known_steps: set[int], max_by
 
     Args:
         folder: folder of the tape.
-        texts: function that returns the text of each token; None shows no single tokens.
+        texts: returns the text of each token; None shows no single tokens.
         known_steps: steps to leave out.
         max_bytes: approximate limit of the total size.
 

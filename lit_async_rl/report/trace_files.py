@@ -1,8 +1,8 @@
 """Timeline of a run for the page, from the trace files `timeline/rank*.json`.
 
 Each file is a JSON array in Chrome's trace format with one event per line; the closing bracket may be missing, and the
-last line may be cut off. Shares over the whole run are exact; single spans are shown for the whole of a short run, and
-for a few windows of a long one.
+last line cut off. Shares over the whole run are exact; single spans are shown for all of a short run, and a few windows
+of a long one.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Timeline:
         self._offset.append(offset)
 
     def _record_name(self, event: dict[str, Any], thread: tuple[int, int]) -> None:
-        """Records names of processes and threads, and the time after which only some steps were recorded."""
+        """Records names of processes and threads, and the time from which only some steps were recorded."""
         kind = event.get("ph")
         name = event.get("name")
         args = event.get("args") or {}
@@ -131,8 +131,8 @@ class Timeline:
         """Idle and busy seconds of a window without validation, as in the verdict; None before training.
 
         Args:
-            began_at: begin of the window; None is the begin of the first micro-batch.
-            ended_at: end of the window; None is the end of the last span.
+            began_at: begin of the window; None is that of the first micro-batch.
+            ended_at: end of the window; None is that of the last span.
         """
         training = self.spans("trainer/forward_backward")
         if not len(training.begin):
@@ -264,7 +264,7 @@ class Spans:
         return float(high - low)
 
     def outside(self, excluded: Spans, begin: float, end: float) -> float:
-        """Seconds of a window that one of these spans covers, and none of the excluded ones."""
+        """Seconds of a window covered by these spans, and not by the excluded ones."""
         both = Spans(np.concatenate([self.begin, excluded.begin]), np.concatenate([self.end, excluded.end]))
         return both.union().within(begin, end) - excluded.union().within(begin, end)
 

@@ -33,7 +33,7 @@ class EngineCalls:
     """Calls an engine from any thread, with a time limit.
 
     A call that exceeds its limit raises `StalledError` and is abandoned in its thread; the engine must then be
-    discarded. `poll` is not here: it has a thread of its own.
+    discarded. `poll` has a thread of its own.
 
     Args:
         engine: any.
@@ -49,7 +49,7 @@ class EngineCalls:
         self._counters = LastKnown(lambda: (float(engine.busy_s), int(engine.num_tokens)), (0.0, 0))
 
     def counters(self) -> tuple[float, int]:
-        """Seconds and tokens generated; the last known values if the engine does not answer."""
+        """Seconds and tokens generated; the last known ones if the engine does not answer."""
         return self._counters.get()
 
     def _wait(self, what: str) -> Wait:
@@ -71,7 +71,7 @@ class EngineCalls:
         return call(function, self._wait(what))
 
     def setup(self, model: str) -> None:
-        """Sets the engine up within `startup_timeout_s`. One that is ready when nobody waits any longer is closed."""
+        """Sets the engine up within `startup_timeout_s`. One that is ready too late is closed."""
         is_abandoned = threading.Event()
 
         def set_up() -> None:
@@ -88,7 +88,7 @@ class EngineCalls:
             raise
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads weights; `weights` is iterated in the caller's thread, and the time that takes does not count."""
+        """Loads weights, iterating in the caller's thread; the time that takes does not count."""
         wait = self._wait("load_weights")
         feed(lambda fed: self.engine.load_weights(version, fed), weights, wait, lasts=lasts)
 
@@ -106,14 +106,14 @@ class EngineCalls:
         return self.ask("partial_completions", self.engine.partial_completions)
 
     def close(self, limit_s: float) -> None:
-        """Closes the engine; if it takes longer, it continues in the background."""
+        """Closes the engine; beyond the limit, in the background."""
         try:
             call(self.engine.close, Wait(limit_s, f"{self.name}.close did not return within {limit_s:g} s"))
         except StalledError as error:
             log.warning("the engine was not closed: %s; the engine is abandoned, and its memory may stay in use", error)
 
     def end(self, limit_s: float) -> None:
-        """Closes what engines share; if it takes longer, it continues in the background."""
+        """Closes what engines share; beyond the limit, in the background."""
         try:
             call(self.engine.end, Wait(limit_s, f"{self.name}.end did not return within {limit_s:g} s"))
         except StalledError as error:
@@ -126,8 +126,7 @@ class EngineCalls:
 class EngineSpans:
     """Records updates of the weights, restarts, and generation of engines that do not record it themselves.
 
-    Of those only the totals `busy_s` and `num_tokens` are known; what they gained during a call of `poll` is drawn at
-    its end.
+    Of those only the totals `busy_s` and `num_tokens` are known; their gain in a call of `poll` is drawn at its end.
 
     Args:
         engine: the engine in use.
@@ -178,8 +177,8 @@ class EngineSpans:
 class EngineListener:
     """Calls an engine until it fails, polls it in a thread, and passes its completions on.
 
-    A failure is recorded, and another engine can take its place. A thread that hangs inside an engine cannot be
-    stopped: it is abandoned when the engine is replaced, and its results are ignored.
+    It records a failure, and another engine can take the place. A thread that hangs inside an engine is abandoned when
+    the engine is replaced, and its results are ignored.
 
     Args:
         engine: set up and loaded with weights.
@@ -188,14 +187,14 @@ class EngineListener:
         on_turn: called in the thread at least every `POLL_INTERVAL_S` unless the engine hangs.
         timeout_s: timeout of engine calls, see `EngineCalls`.
         vocab_size: of the policy.
-        on_given_up: called in the thread for each request that the engine gave up, with `changed` held.
-        on_lost: likewise for each sample, with its request and number.
+        on_given_up: likewise for each request that the engine gave up.
+        on_lost: likewise for each such sample, with its request and number.
 
     Attributes:
         engine: the engine in use.
         calls: its calls, with timeouts.
         ledger: its requests; guarded by `changed`.
-        engine_error: the engine's failure (or that it hangs); None while it works.
+        engine_error: the engine's failure or hang; None while it works.
         error: any other failure of the thread.
     """
 
@@ -253,14 +252,14 @@ class EngineListener:
 
     @property
     def num_under_way(self) -> int:
-        """Tokens that the engine in use has generated and not handed over; without it they are lost."""
+        """Tokens generated and not handed over, which are lost with the engine in use."""
         return max(0, self._counters()[1] - self._num_received - self.num_aborted)
 
     def _counters(self) -> tuple[float, int]:
         return self._attempt(self.calls.counters, (0.0, 0))
 
     def _attempt(self, call: Callable[[], T], otherwise: T) -> T:
-        """The result of a call; `otherwise` after a failure of the engine, which is recorded."""
+        """The result of a call; after a failure of the engine, which is recorded, `otherwise`."""
         try:
             return call()
         except Exception as error:
@@ -268,7 +267,7 @@ class EngineListener:
             return otherwise
 
     def has_loaded(self, version: int) -> None:
-        """Records that the engine has the weights of `version`; later requests get no older tokens."""
+        """Records the engine's version; later requests get no older tokens."""
         with self.changed:
             self.ledger.loaded = self.ledger.newest = version
 
@@ -337,11 +336,11 @@ class EngineListener:
         return self._attempt(lambda: self.calls.ask("random_state", self.engine.random_state), None)
 
     def set_random_state(self, state: Tensor) -> None:
-        """Restores the random state; errors are raised, because the resume would not be exact."""
+        """Restores the random state; raises errors, because the resume would not be exact."""
         self.calls.ask("set_random_state", lambda: self.engine.set_random_state(state))
 
     def break_engine(self, error: Exception, engine: RolloutEngine) -> None:
-        """Records a failure of the engine in use: the first one, and none of an engine that was replaced."""
+        """Records the first failure of the engine in use, and none of a replaced one."""
         with self.changed:
             if engine is self.engine and self.engine_error is None:
                 self.engine_error = error
@@ -354,7 +353,7 @@ class EngineListener:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
+        """Stops the thread, a daemon; False if it did not end in time."""
         self._stopped.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -367,7 +366,7 @@ class EngineListener:
 
     @property
     def has_delivered(self) -> bool:
-        """Whether the engine in use works and has finished a completion since it was set up."""
+        """Whether the engine in use works and has finished a completion."""
         return self.engine_error is None and self._num_received > 0
 
     def check_thread(self) -> None:

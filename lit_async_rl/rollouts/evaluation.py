@@ -6,8 +6,8 @@
 | reward worker, in `_file_reward` | nothing | `Scorer` |
 | trainer's thread | nothing; `wait` at most `timeout_s` | `_file_reward` |
 
-Neither side starves: evaluation has at most `max_concurrent` samples in the engine, the rest is left to training; and
-it always gets those, because engines serve requests in order or by priority, which is higher here.
+Neither side starves: evaluation has at most `max_concurrent` samples in the engine, and always gets those, because
+engines serve requests in order or by priority, which is higher here.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class EvaluationPlan:
         num_samples: completions of each question.
         sampling: sampling parameters.
         version: of the policy whose weights the engine has.
-        max_concurrent: maximum samples in the engine; an engine without in-flight updates gets all at once.
-        first_id: of the requests; at least `FIRST_ID`, and not used by an earlier evaluation.
+        max_concurrent: most samples in the engine; without in-flight updates it gets all at once.
+        first_id: of the requests; at least `FIRST_ID`, and new.
     """
 
     questions: Sequence[Question]
@@ -86,11 +86,9 @@ class EvaluationResult:
 
     Attributes:
         version: of the policy when the evaluation started.
-        oldest_version: of any token; likewise `newest_version`. Equal to `version` unless weights were updated
-            meanwhile.
+        oldest_version: of any token; like `newest_version`, equal to `version` unless weights were updated meanwhile.
         mean_version: over all tokens.
-        metrics: `pass@1`, `pass@k`, `reward` and `cut_share`, averages over all prompts, and `<data set>/pass@1` and so
-            on.
+        metrics: `pass@1`, `pass@k`, `reward` and `cut_share`, means over all prompts; `<data set>/pass@1` and so on.
         num_unscored: prompts excluded because a completion could not be scored.
         seconds: from the first request to the last reward.
         rewards: of all scored completions.
@@ -177,7 +175,7 @@ class EvaluationRun:
             self._listener.submit(requests)
 
     def collect(self, completion: Completion) -> None:
-        """Files a completion. Drops those of an abandoned evaluation."""
+        """Files a completion, unless the evaluation was abandoned."""
         with self._changed:
             if completion.request_id not in self._in_engine:
                 return
@@ -191,7 +189,7 @@ class EvaluationRun:
         self._score(item, completion)
 
     def lose(self, request_id: int, number: int | None = None) -> None:
-        """Files that the engine gave up samples of a question, all that are left by default; it is then excluded."""
+        """Files that the engine gave up samples of a question, by default all left; it is then excluded."""
         with self._changed:
             if request_id not in self._in_engine:
                 return

@@ -1,6 +1,6 @@
-"""Groups between admission and training: their states, their requests to the engine, and their form in a checkpoint.
+"""Groups between admission and training: states, requests to the engine, form in a checkpoint.
 
-Not thread-safe: everything is called with `Producer.changed` held, except for `GroupEntry.is_open`.
+Not thread-safe: call everything but `GroupEntry.is_open` with `Producer.changed` held.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lit_async_rl.types import Completion, FinishReason, GenerationRequest, Roll
 
 
 class GroupState(Enum):
-    """State of a group, in the order in which it passes through them; `DROPPED` may follow the first three."""
+    """States of a group, in order; `DROPPED` may follow the first three."""
 
     SAMPLING = "sampling"  # lacks completions
     SCORING = "scoring"  # has all completions, and lacks rewards
@@ -43,18 +43,18 @@ class GroupEntry:
     Attributes:
         index: `RolloutGroup.index`.
         position: of its prompt in the stream.
-        prompt_ids: token ids of the prompt.
+        prompt_ids: of the prompt.
         version: `RolloutGroup.admitted_version`.
         deadline: last round it may train in; set when it is taken, and in checkpoints.
         state: see `GroupState`.
-        rollouts: completions received so far, by sample; those that have their rewards are rollouts.
+        rollouts: completions so far, by sample; rollouts once they have rewards.
         result: the finished group, as filters have left it.
         generation_s: seconds from admission to the last token; 0 until then.
         requests: ids of its requests in the engine.
         began: `time.monotonic` of the admission, or of a resume; likewise `finished_at`.
         rewarded: samples whose reward was filed in this run.
-        lost: samples that the engine has given up, without which the group is complete; sampled again after a resume.
-        is_submitted: whether its completions were submitted together, to a reward that scores groups.
+        lost: samples given up by the engine, without which the group is complete; sampled again after a resume.
+        is_submitted: whether its completions went together to a reward that scores groups.
     """
 
     index: int
@@ -78,8 +78,8 @@ class GroupEntry:
     def is_open(self) -> bool:
         """True while it is being sampled or scored.
 
-        Reward workers read it without the lock. If the group is dropped right after, its completion is scored in vain:
-        `GroupBook.reward` ignores the reward.
+        Reward workers read it without the lock; if the group is dropped right after, `GroupBook.reward` ignores the
+        reward.
         """
         return self.state in (GroupState.SAMPLING, GroupState.SCORING)
 
@@ -96,7 +96,7 @@ class GroupEntry:
 
     @property
     def newest_version(self) -> int:
-        """Newest version that has sampled a token of its completions; that of its admission without any."""
+        """Newest version of a token of its completions; without any, that of its admission."""
         return max([self.version, *(v for completion in self.known().values() for v in completion.all_versions)])
 
     def known(self) -> dict[int, Completion]:
@@ -114,7 +114,7 @@ class GroupBook:
         replicate_prompts: one request per completion.
 
     Attributes:
-        groups: by index, in the order of admission; those that were taken follow the others, in the order of taking.
+        groups: by index, in the order of admission; then those taken, in the order of taking.
 
     Raises:
         ValueError: a stop string is a special token.
@@ -141,7 +141,7 @@ class GroupBook:
         return self.in_state(GroupState.SAMPLING, GroupState.SCORING)
 
     def group_of(self, request_id: int) -> GroupEntry | None:
-        """The unfinished group that a request belongs to; None if it is gone."""
+        """The unfinished group of a request; None if it is gone."""
         index, _ = self.requests.place_of(request_id)
         group = self.groups.get(index)
         return group if group is not None and group.is_open else None
@@ -186,7 +186,7 @@ class GroupBook:
             group.state = GroupState.SCORING
 
     def lose(self, request_id: int, sample: int) -> GroupEntry | None:
-        """Files that the engine has given a sample up; returns its group, unless that is gone."""
+        """Files a sample that the engine has given up; returns its group, unless that is gone."""
         index, sample = self.requests.place_of(request_id, sample)
         group = self.groups.get(index)
         if group is None or not group.is_open or sample in group.rollouts:
@@ -229,7 +229,7 @@ class GroupBook:
         self.requests.forget(group.requests)
 
     def reopen(self, group: GroupEntry) -> None:
-        """Undoes the finish of a group: it has all rewards, and is finished again after a resume."""
+        """Undoes the finish of a group, which is finished again after a resume."""
         group.state = GroupState.SCORING
         group.result = None
 
@@ -244,7 +244,7 @@ class GroupBook:
         return group.result
 
     def begin_step(self) -> list[GroupEntry]:
-        """Removes the groups handed out before, which are trained on, and returns them."""
+        """Removes and returns the groups handed out before, which are trained on."""
         trained = self.in_state(GroupState.TAKEN)
         for group in trained:
             group.state = GroupState.TRAINED
@@ -252,7 +252,7 @@ class GroupBook:
         return trained
 
     def drop(self, group: GroupEntry) -> tuple[int, ...]:
-        """Removes a group that was not handed out; returns the ids of its running requests."""
+        """Removes a group not handed out; returns the ids of its running requests."""
         was_open = group.is_open
         group.state = GroupState.DROPPED
         del self.groups[group.index]
@@ -276,13 +276,13 @@ class GroupBook:
         return sum(completion.num_trained_tokens for completion in known.values())
 
     def num_running_tokens(self, group: GroupEntry, partials: Iterable[Completion]) -> int:
-        """Those of them whose completions the engine has not handed over."""
+        """Those of them in completions that the engine has not handed over."""
         return self.num_tokens(group, partials) - self.num_tokens(group, ()) if group.is_open else 0
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, deadlines: Mapping[int, int], partials: Iterable[Completion]) -> list[GroupEntry]:
-        """Copies of the groups with a deadline, or taken and not trained on, with their completions so far."""
+        """Copies of groups with a deadline, or taken and not trained on, with their completions so far."""
         begun = self._with_partials(partials)
         return [
             dataclasses.replace(
@@ -305,7 +305,7 @@ class GroupBook:
         return {index: known | self.groups[index].rollouts for index, known in begun.items()}
 
     def restore(self, group: GroupEntry) -> list[GenerationRequest]:
-        """Adds a group of `unpack_groups`, in its former state; returns requests for its unfinished samples."""
+        """Adds a group of `unpack_groups` in its former state; returns requests for unfinished samples."""
         is_finished = group.state is GroupState.FINISHED
         saved = list(group.rollouts.values())
         group.rollouts = {}
@@ -333,13 +333,7 @@ class _Part:
 
 
 class SampleRequests:
-    """Makes requests for missing samples and maps completions back to groups.
-
-    Args:
-        group_size: completions per prompt.
-        sampling: sampling parameters.
-        replicate_prompts: one request per completion.
-    """
+    """Makes requests for missing samples and maps completions back to groups; takes settings of `GroupBook`."""
 
     def __init__(self, group_size: int, sampling: SamplingParams, replicate_prompts: bool) -> None:
         self.group_size = group_size
@@ -357,8 +351,8 @@ class SampleRequests:
     ) -> list[GenerationRequest]:
         """Requests for the samples `lacking` of group `index`; those in `partials` are resumed.
 
-        Samples without tokens share one request whose id is the group's index. Others have a request each, with
-        negative ids.
+        Samples without tokens share one request, whose id is the group's index. Others have one each, with negative
+        ids.
         """
         prefixes = {c.sample_index: c for c in partials if c.token_ids and c.finish_reason == "abort"}
         fresh = [n for n in lacking if n not in prefixes and not self.replicate_prompts]
@@ -388,7 +382,7 @@ class SampleRequests:
         return requests
 
     def place_of(self, request_id: int, sample: int = 0) -> tuple[int, int]:
-        """The group that a sample of a request is for, and its number there; all samples are for the same group."""
+        """Group and number there of a sample of a request; all samples are for the same group."""
         parts = self._parts.get(request_id)
         return (parts[sample].index, parts[sample].sample) if parts else (request_id, sample)
 
@@ -418,9 +412,8 @@ REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 def pack_groups(groups: Sequence[GroupEntry]) -> dict[str, Tensor]:
     """Flat tensors: `groups` [G, 7], `generation_s` [G], `rows` [R, 4], `rewards` [R], and [N] for each token.
 
-    Rollouts of several turns have `turns`, see `pack_turns`. Recorded distributions are in `head_*`, chosen experts in
-    `expert_*` and branches in `branch_*`, if there are any. `part_<name>` [R] are the parts of the rewards, NaN where
-    one does not apply.
+    If there are any: `turns` (see `pack_turns`), recorded distributions in `head_*`, chosen experts in `expert_*`,
+    branches in `branch_*`. `part_<name>` [R] are the parts of the rewards, NaN where one does not apply.
     """
     rows = [completion for group in groups for completion in group.rollouts.values()]
     masks = [c.loss_mask if c.loss_mask is not None else (True,) * len(c.token_ids) for c in rows]
@@ -464,7 +457,7 @@ def _flat(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
 
 
 def unpack_prompts(packed: Mapping[str, Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """Position in the stream and token ids of the prompt of each group of `pack_groups`, and nothing else of it."""
+    """Position in the stream and token ids of the prompt of each group of `pack_groups`."""
     token_ids = packed["prompt_ids"].tolist()
     found = []
     begin = 0
@@ -477,7 +470,7 @@ def unpack_prompts(packed: Mapping[str, Tensor]) -> list[tuple[int, tuple[int, .
 
 
 def unpack_groups(packed: dict[str, Tensor], prompt_at: Callable[[int], Prompt]) -> list[GroupEntry]:
-    """Inverse of `pack_groups`: the saved groups, finished (also those that were taken) or to be sampled.
+    """Inverse of `pack_groups`: the saved groups, finished (also those taken) or to be sampled.
 
     Args:
         packed: tensors of `pack_groups`.

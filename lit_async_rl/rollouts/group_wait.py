@@ -1,7 +1,6 @@
 """Wait for groups in the trainer's thread, bounded by time without progress.
 
-Apart from `producer.py`, its only importer in the package, because it changes no group: it looks on, and tells a stall
-from work that takes long, with the words for either.
+It changes no group: it looks on, and tells a stall from work that takes long.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ log = logging.getLogger(__name__)
 
 
 class GroupWait:
-    """Waits for the background threads and detects that they failed or hang.
+    """Waits for the background threads, and detects failures and hangs.
 
     Args:
         listener: owns the engine and the condition notified on changes.
         book: open groups.
         scorer: of the completions.
-        timeout_s: seconds without a new token or reward before `StalledError`. Rewards and environments that work have
-            limits of their own: nothing is stalled while they keep to them.
-        num_scored: number of completions scored so far; a change of it is progress, as is a new token.
+        timeout_s: seconds without a new token or reward before `StalledError`. Nothing is stalled while rewards and
+            environments keep to limits of their own.
+        num_scored: completions scored so far; a change is progress.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class GroupWait:
         return [work for work in works if work is not None]
 
     def _stall(self) -> str:
-        """The message of a stall, which is attributed to the engine if completions are missing."""
+        """The message of a stall, attributed to the engine if completions are missing."""
         is_sampling = bool(self._book.in_state(GroupState.SAMPLING))
         advice = (
             "Look at the engine first; raise data.limits.rollout_timeout_s if a completion can really take this long"

@@ -45,13 +45,13 @@ class DynamicSampling(GroupFilter):
     """Drops groups whose rewards are all equal, which have zero advantage. DAPO, arXiv:2503.14476, eq. 11.
 
     The paper samples until a batch is full of other groups; here each slot is refilled on its own. Place it before
-    `OverlongPenalty`, so that it sees accuracy and not the shaped reward. The groups that remain are not a uniform
-    sample of the prompts and finish later on average; `LengthBiasMonitor` reports what was dropped.
+    `OverlongPenalty`, so that it sees accuracy and not the shaped reward. The remaining groups are no uniform sample of
+    the prompts and finish later on average, see `LengthBiasMonitor`.
 
     Args:
         tolerance: rewards that differ by at most this are equal.
-        max_in_a_row: maximum number of consecutive drops; further groups are kept until one has unequal rewards, so
-            that a run whose task is solved (or hopeless) ends instead of sampling forever.
+        max_in_a_row: maximum number of consecutive drops; then groups are kept until one has unequal rewards, so that a
+            run whose task is solved or hopeless ends.
 
     Raises:
         ValueError: a setting is out of range.
@@ -89,8 +89,7 @@ class DynamicSampling(GroupFilter):
 class OverlongPenalty(GroupFilter):
     """R <- R - factor min(1, max(0, L - (max_tokens - buffer_tokens)) / buffer_tokens). DAPO, arXiv:2503.14476, eq. 13.
 
-    L is the number of tokens that the policy wrote, whether or not a filter masks them. The penalty of a multi-turn
-    rollout is added to its last turn.
+    L counts the tokens that the policy wrote, masked or not. A multi-turn rollout has its penalty in the last turn.
 
     Args:
         max_tokens: length of the full penalty, usually `data.sampling.max_tokens`.
@@ -121,8 +120,7 @@ class OverlongPenalty(GroupFilter):
 class OverlongFilter(GroupFilter):
     """Masks rollouts truncated at the token limit (finish reason `length`). DAPO, arXiv:2503.14476.
 
-    They stay in the group's baseline, as in the paper's code. A fully masked group is kept: it takes its place in the
-    step, with weight 0.
+    They stay in the group's baseline, as in the paper's code. A fully masked group stays in the step, with weight 0.
     """
 
     def __call__(self, group: RolloutGroup) -> RolloutGroup:
@@ -151,10 +149,10 @@ class FateTotals:
     """Totals over the groups with one fate (`trained`, `expired`, `unbegun`, `discarded`, or the label of a filter).
 
     Attributes:
-        num_groups: number of groups.
+        num_groups: their number.
         length: sum over groups of the mean tokens per rollout; for aborted groups, of the tokens so far.
-        seconds: sum of the seconds from admission to the last token, or to the end of the group.
-        num_measured: groups whose prompt had a measured pass rate; `pass_rate`: sum of these rates.
+        seconds: sum of seconds from admission to the last token, or the group's end.
+        num_measured: groups with a measured pass rate of the prompt; `pass_rate`: their sum.
     """
 
     num_groups: int = 0
@@ -179,13 +177,11 @@ class Intake:
         success_reward: `data.scoring.success_reward`.
 
     Attributes:
-        dropped_tokens: sampled tokens that nothing is trained on, by what dropped or masked them: the class of a filter
-            or of the admission policy, `FAILED`, `RESTARTED`, or `ROLLED_BACK`. `trained_tokens`: those that were
-            trained on.
+        dropped_tokens: sampled tokens not trained on, by what dropped or masked them: the class of a filter or the
+            admission policy, `FAILED`, `RESTARTED`, or `ROLLED_BACK`. `trained_tokens`: those trained on.
         num_sampled: groups that got their rewards, of which filters dropped `num_dropped`.
         sampled_reward: sum over all of them of a group's mean reward, before filters changed it.
-        arrived: these means by the version that the group was admitted under, until `take_rewards`; None unless a
-            callback asked for them.
+        arrived: these means by version of admission, until `take_rewards`; None unless a callback asked for them.
     """
 
     def __init__(
@@ -257,7 +253,7 @@ class Intake:
         self._num_lost.pop(position, None)
 
     def lose(self, index: int, number: int, position: int, length: float, seconds: float, max_tries: int = 1) -> bool:
-        """Counts a group that exceeded the bound; returns whether its prompt is to be sampled again."""
+        """Counts a group that exceeded the bound; returns whether to sample its prompt again."""
         self._successes.pop(index, None)
         self._count(EXPIRED if length else UNBEGUN, number, length, seconds=seconds)
         self._num_lost[position] += 1
@@ -267,7 +263,7 @@ class Intake:
         return again
 
     def discard(self, index: int, number: int, length: float, seconds: float) -> None:
-        """Counts a group that a discarded version has sampled; its prompt is sampled again."""
+        """Counts a group of a discarded version; its prompt is sampled again."""
         self._successes.pop(index, None)
         self._count(DISCARDED, number, length, seconds=seconds)
 
@@ -290,7 +286,7 @@ class Intake:
 
     @property
     def successes(self) -> dict[int, float]:
-        """Pass rates of groups that were not trained on yet, before filters changed their rewards."""
+        """Pass rates, before filters, of groups not trained on yet."""
         return dict(self._successes)
 
     def restore(self, pass_rates: Mapping[str, Any], successes: Mapping[int, float]) -> None:

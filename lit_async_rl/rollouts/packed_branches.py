@@ -20,9 +20,9 @@ PREFIX = "branch_"
 def pack_branches(completions: Sequence[Completion]) -> dict[str, Tensor]:
     """Own prompts, credits and branches of completions; empty if none has any.
 
-    `branch_own` [R] is the length of the prompt of each completion, -1 where it is that of its group, and
-    `branch_own_credit` [R] its credit. `branch_rows` [K, 3] is the completion of each branch and the lengths of its
-    prompt and tokens; the other tensors hold one value for each branch or token, prompts of completions first.
+    `branch_own` [R] is the length of each completion's prompt, -1 for its group's, and `branch_own_credit` [R] its
+    credit. `branch_rows` [K, 3] is the completion of each branch and the lengths of its prompt and tokens; the other
+    tensors hold one value for each branch or token, prompts of completions first.
     """
     if not any(c.prompt_ids is not None or c.credit != 1 or c.branches for c in completions):
         return {}
@@ -47,7 +47,7 @@ def pack_branches(completions: Sequence[Completion]) -> dict[str, Tensor]:
 
 
 def unpack_branches(packed: dict[str, Tensor], number: int) -> list[dict[str, Any]]:
-    """Inverse of `pack_branches`: the fields of each of `number` completions that it saves; none where none has any."""
+    """Inverse of `pack_branches`: its fields of each of `number` completions."""
     if "branch_own" not in packed:
         return [{}] * number
     recorded = {name.removeprefix(PREFIX): values for name, values in packed.items() if name.startswith(PREFIX)}

@@ -91,8 +91,8 @@ FILTERS = "data.filters"
 def identities_of(reward: Reward | None, engine: RolloutEngine, intake: Intake) -> dict[str, str | None]:
     """Identities of what makes rewards, by setting.
 
-    They are taken before the first completion is scored, in validation too: what a reward counts or records while it
-    is used does not make it another one.
+    Take them before the first completion is scored, in validation too: a reward's own counts and records do not make it
+    another one.
     """
     return {
         REWARD: None if reward is None else reward_identity(reward),
@@ -120,9 +120,8 @@ class Producer:
     Attributes:
         listener: owns the engine and its failure.
         wait: waits of the trainer's thread.
-        owners: of requests in the engine that are not of training.
-        last_valid: newest version whose groups train; what later ones sampled is discarded at the next publication.
-            None is all.
+        owners: of requests in the engine besides training.
+        last_valid: newest version whose groups train; the next publication discards later ones. None is all.
         identities: of what makes rewards, by setting.
     """
 
@@ -185,7 +184,7 @@ class Producer:
     def start(self, version: int, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Starts sampling; the engine already has the weights of `version`.
 
-        Where there are very many prompts, their admission is announced, and ends when `should_stop()` becomes true.
+        Announces the admission of very many prompts, which ends when `should_stop()` becomes true.
         """
         self.version = version
         self.listener.has_loaded(version)
@@ -200,7 +199,7 @@ class Producer:
         return f"the first prompts: {num_admitted:,} of {num_admitted + left:,} are read and given to the engine"
 
     def advance(self, version: int) -> None:
-        """Ends a round: the engine has the weights of `version`; the slots of the groups trained on are returned."""
+        """Ends a round: the engine has the weights of `version`; returns the slots of groups trained on."""
         with self.changed:  # one change: a reward filed in between would admit prompts under the old version
             if self.last_valid is not None:
                 self.finish_in_order()
@@ -217,15 +216,15 @@ class Producer:
             self._admit()
 
     def discard_after(self, version: int) -> None:
-        """Discards what later versions have sampled, at the next publication: until then none replaces them."""
+        """Discards, at the next publication, what later versions have sampled."""
         with self.changed:
             self.last_valid = version if self.last_valid is None else min(version, self.last_valid)
 
     def take_rewards(self) -> list[float]:
-        """Mean reward of each version all of whose groups have been scored, oldest first; each of them once.
+        """Mean reward of each version whose groups are all scored, oldest first, each once.
 
-        Quick groups arrive first, and would stand for all of them. With in-order admission it waits for all earlier
-        versions, so that what is known at a step does not depend on timing.
+        Quick groups arrive first, and alone would bias the mean. With in-order admission it waits for all earlier
+        versions, so that the result does not depend on timing.
         """
         with self.changed:
             self.finish_in_order(before=self.version)
@@ -234,7 +233,7 @@ class Producer:
     def finish_in_order(self, before: int | None = None) -> None:
         """With in-order admission, waits until all groups admitted before a version, or all, are scored.
 
-        Call it with `changed` held. If the engine fails, returns, and the next `take` raises the error.
+        Call it with `changed` held. If the engine fails, it returns, and the next `take` raises.
 
         Raises:
             StalledError: scoring hangs.
@@ -270,7 +269,7 @@ class Producer:
             return group
 
     def rest(self) -> None:
-        """Lets an engine that has nothing to do before the next publication sleep."""
+        """Lets an engine without work before the next publication sleep."""
         with self.changed:  # nothing may be admitted between "nothing to do" and `sleep`
             if not self.book.unfinished and not self.admission.num_admissible and not self.owners.is_waiting:
                 self.listener.sleep()
@@ -324,7 +323,7 @@ class Producer:
             )
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """Stops the thread; False if it did not end in time (it is a daemon, so the process can still exit)."""
+        """Stops the thread, a daemon; False if it did not end in time."""
         is_ended = self.listener.stop(timeout_s)
         self.scorer.close()
         hooks.use_policy(self.scorer.reward, None)
@@ -333,7 +332,7 @@ class Producer:
     # -- producer's thread (and the reward workers', in `_file_reward` and `_give_up`) --------------------------------
 
     def _admit(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Submits as many prompts as there are free slots, in one call; none any more once `should_stop()` was true."""
+        """Submits a prompt for each free slot, in one call; none once `should_stop()` was true."""
         with self.changed:
             requests = []
             for _ in range(0 if self._is_stopping else self.admission.num_admissible):
@@ -370,7 +369,7 @@ class Producer:
         self.listener.abort(running)
 
     def _drop_discarded(self) -> None:
-        """Drops the groups that versions after `last_valid` have sampled, or go on with; their prompts come again."""
+        """Drops groups of versions after `last_valid`, and unfinished ones; their prompts come again."""
         if self.last_valid is None:
             return
         groups = self.book.in_state(GroupState.SAMPLING, GroupState.SCORING, GroupState.FINISHED)
@@ -426,7 +425,7 @@ class Producer:
         )
 
     def _score_group(self, group: GroupEntry) -> None:
-        """Submits all completions of a group together, once the last one is sampled."""
+        """Submits all completions of a group together, once the last is sampled."""
         with self.changed:
             if group.state is not GroupState.SCORING or group.is_submitted:
                 return
@@ -442,7 +441,7 @@ class Producer:
         )
 
     def _lose_request(self, request_id: int) -> None:
-        """Files that the engine gave a request up."""
+        """Files a request that the engine gave up."""
         if (owner := self.owners.of(request_id)) is not None:
             owner.lose(request_id)
             return
@@ -450,7 +449,7 @@ class Producer:
             self._give_up(group)
 
     def _lose_sample(self, request_id: int, sample: int) -> None:
-        """Files that the engine gave a sample up: its group goes on with the others, if there are any."""
+        """Files a sample that the engine gave up; its group goes on with the others, if any."""
         if (owner := self.owners.of(request_id)) is not None:
             owner.lose(request_id, 1)
             return

@@ -12,7 +12,7 @@ from lit_async_rl.types import Completion, GenerationRequest
 
 @runtime_checkable
 class RequestOwner(Protocol):
-    """Receives what becomes of its requests, each time with the producer's `changed` held."""
+    """Receives what becomes of its requests, with the producer's `changed` held."""
 
     @property
     def is_waiting(self) -> bool:
@@ -24,11 +24,11 @@ class RequestOwner(Protocol):
         ...
 
     def lose(self, request_id: int, number: int | None = None) -> None:
-        """Takes note that the engine gave up a number of a request's samples; None for all that are left."""
+        """Notes that the engine gave up a number of a request's samples; None is all that are left."""
         ...
 
     def again(self) -> list[GenerationRequest]:
-        """Requests to submit again when another engine replaces the one that had them."""
+        """Requests to submit again when the engine is replaced."""
         ...
 
 
@@ -39,7 +39,7 @@ class RequestOwners:
         self._by_first_id: dict[int, RequestOwner] = {}
 
     def add(self, first_id: int, owner: RequestOwner) -> None:
-        """Registers an owner of ids from `first_id` up to the next owner's; it replaces the one before it."""
+        """Registers, or replaces, the owner of ids from `first_id` up to the next owner's."""
         self._by_first_id[first_id] = owner
 
     def of(self, request_id: int) -> RequestOwner | None:

@@ -1,7 +1,7 @@
 """Checkpoint state of the producer: every group admitted and not trained on.
 
-Consists of tensors, numbers and strings, which load without pickle. `docs/checkpoints.md` lists the settings that may
-change between saving and resuming.
+Tensors, numbers and strings, which load without pickle. `docs/checkpoints.md` lists the settings that a resume may
+change.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ log = logging.getLogger(__name__)
 def save_producer(producer: Producer, step_is_done: bool) -> dict[str, Any]:
     """State of a producer; called in the trainer's thread.
 
-    With in-order admission (`FixedLag`), waits until every admitted group is finished, because the version that samples
-    it is not available after a resume; at most `rollout_timeout_s` may pass without progress. Otherwise it does not
-    wait: partial completions are saved as far as the engine reports them.
+    With in-order admission (`FixedLag`), waits until every admitted group is finished, because its version is not
+    available after a resume; at most `rollout_timeout_s` may pass without progress. Otherwise it saves, without
+    waiting, the partial completions that the engine reports.
 
-    An engine that hangs or fails here is handled by the next `take`; unfinished groups are sampled again after a
-    resume.
+    The next `take` handles an engine that hangs or fails here; a resume samples unfinished groups again.
 
     Args:
         producer: started.
-        step_is_done: whether the groups handed out last were trained on; if not, they are saved, too.
+        step_is_done: whether the groups handed out last were trained on; else they are saved, too.
 
     Raises:
         StalledError: scoring hangs.
@@ -93,12 +92,12 @@ def _ask_engine(producer: Producer) -> tuple[list[Completion], Tensor | None]:
 
 
 def is_producer_state(value: Any) -> bool:
-    """Whether a checkpoint entry was made by `save_producer`, in any format version."""
+    """Whether `save_producer`, in any format, made a checkpoint entry."""
     return isinstance(value, Mapping) and {"format", "settings", "admission", "groups", "position"} <= value.keys()
 
 
 def check_prompts(state: Mapping[str, Any], stream: PromptStream, codec: TextCodec) -> None:
-    """Checks that a run has the prompts of a state of `save_producer`, in its order and with its tokens.
+    """Checks that a run has the prompts of a saved state, in its order and with its tokens.
 
     Raises:
         ValueError: it has not, or another version of this library saved the checkpoint.
@@ -189,7 +188,7 @@ def restore_producer(producer: Producer, state: Mapping[str, Any]) -> bool:
 
 
 def _restore_random_state(listener: EngineListener, saved: Tensor) -> None:
-    """Restores the engine's random state, unless it is that of another engine, or of another kind of device."""
+    """Restores the engine's random state, unless another engine or kind of device saved it."""
     own = listener.random_state()
     if listener.engine_error is None and (own is None or own.shape != saved.shape):
         log.warning(
@@ -243,9 +242,9 @@ def _answers_of(groups: Sequence[GroupEntry]) -> str:
 
 
 def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_rewards: bool) -> tuple[list[str], bool]:
-    """Settings that differ, with both values, and whether saved rewards are among what they make invalid.
+    """Settings that differ, with both values, and whether they make saved rewards invalid.
 
-    With `keeps_rewards`, a log line names those that rewards depend on, and they are not returned.
+    With `keeps_rewards`, those that rewards depend on are logged, and not returned.
     """
     saved = {"data.seed" if name == "data.intake.seed" else name: value for name, value in saved.items()}  # as it was
     before = _flat(saved)
@@ -270,7 +269,7 @@ def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], keeps_re
 
 
 def _is_same(name: str, value: Any, before: Any) -> bool:
-    """Whether a setting is as it was; identities of older checkpoints know nothing of the code."""
+    """Whether a setting is as it was; identities in older checkpoints ignore code."""
     if not is_comparable(value):
         return False
     if name in _IDENTITIES and before == without_code(before):

@@ -12,7 +12,7 @@ from lit_async_rl.runtime.spans import TRAINER, recorder
 
 
 class WaitTimer:
-    """Seconds since the start, and those of them in which the trainer waited.
+    """Seconds since the start, and those that the trainer waited.
 
     Attributes:
         wait_s: seconds waited so far.
@@ -53,12 +53,12 @@ class ProducerStats:
         engine_busy_s: seconds of generation; `num_tokens`: tokens generated.
         scoring_s: seconds of scoring, the mean over workers; `scoring_cpu_share`: share of it spent computing.
         num_finished: groups finished and scored; `num_queued`: those not yet taken; `num_unfinished`: being sampled.
-        num_lost: groups that were dropped unasked-for: redundant, fallen out of a ring buffer, too old.
+        num_lost: groups dropped unasked-for: redundant, fallen out of a ring buffer, too old.
         fates: what became of the groups, and how long they were.
-        num_sampled: groups that got their rewards; `num_dropped`: those of them that filters dropped.
+        num_sampled: groups that got their rewards; `num_dropped`: those that filters dropped.
         sampled_reward: sum over all of them of a group's mean reward, before filters.
-        dropped_tokens: sampled tokens that nothing was trained on, by what dropped them; `trained_tokens`: those that
-            were trained on. What is neither is being sampled, waits, or is of a validation.
+        dropped_tokens: sampled tokens not trained on, by what dropped them; `trained_tokens`: those trained on. What is
+            neither is being sampled, waits, or is of a validation.
         threshold: least reward of a success.
     """
 

@@ -57,13 +57,13 @@ class _Call:
 class CodeReward(Rebuildable):
     r"""1 if the code of a completion passes the test cases of its prompt, else 0; or the share that it passes.
 
-    The code is the last fenced block (three backticks or tildes) of the completion that is closed; without one the
-    reward is 0. The cases are in the fields of the prompt's record or in its answer, see `read_cases`; where there are
-    none, the reward does not apply (None, for one of several rewards).
+    The code is the completion's last closed fenced block (three backticks or tildes); without one the reward is 0. The
+    cases are in the prompt's record or answer, see `read_cases`; without any, the reward does not apply (None, for one
+    of several rewards).
 
     The trainer compares standard output, and what functions return to calls with plain values: a program can neither
-    read what is expected nor report that it is right. Other unit tests are *weak*: they run beside the program, which
-    can forge what they find, see `lit_async_rl.sandbox.plain_tests`.
+    read what is expected nor claim to be right. Other unit tests are *weak*: they run beside the program, which can
+    forge what they find, see `lit_async_rl.sandbox.plain_tests`.
 
     Example:
         ```python
@@ -77,21 +77,20 @@ class CodeReward(Rebuildable):
 
     Args:
         language: of a block that names none, and of whole completions.
-        languages: command for `/bin/sh` by the language name of a fence, in addition to `LANGUAGES`; it names the file
-            of the code, `main.` and the language's suffix. Languages other than Python support only cases of standard
-            input and output.
-        extract: `fence`; or `whole`: the whole completion is code, for models that continue code.
-        partial_credit: whether the reward is the share of cases passed. Without it the first failure skips the rest.
-        tests: `apart`: calls with plain values are compared by the trainer, other unit tests are weak; `plain`: a
-            prompt with weak tests is refused; `together`: all unit tests run beside the program, and are weak.
+        languages: command for `/bin/sh` by the language name of a fence, besides `LANGUAGES`; it names the code's file,
+            `main.` and a suffix. Only Python supports cases other than standard input and output.
+        extract: `fence`; or `whole`: all of the completion, for models that continue code.
+        partial_credit: whether the reward is the share of cases passed; else the first failure skips the rest.
+        tests: `apart`: the trainer compares calls with plain values, other unit tests are weak; `plain`: it also
+            refuses prompts with weak tests; `together`: all unit tests run beside the program, and are weak.
         compare: of standard output: `lines` (without space at the ends of lines and of the text), `tokens` (word for
             word) or `exact`.
         tolerance: with `lines` and `tokens`, greatest difference of numbers, absolute or relative; 0 compares texts.
         max_cases: number of cases per prompt, from the first on; None is all.
-        timeout_s: time limit for all cases of a completion together; must be less than `data.scoring.timeout_s`.
+        timeout_s: time limit for all cases of a completion; must be less than `data.scoring.timeout_s`.
         limits: of each program.
         level: level of isolation, see `Sandbox`.
-        allow_unsandboxed: whether programs may run with resource limits only where namespaces are unavailable.
+        allow_unsandboxed: whether resource limits suffice where namespaces are unavailable.
         readable: see `Sandbox`.
         python_path: see `Sandbox`.
         preload: see `Sandbox`.
@@ -235,7 +234,7 @@ class CodeReward(Rebuildable):
         return cases
 
     def end_check(self) -> None:
-        """Logs how many of the prompts checked at the start have weak tests."""
+        """Logs how many prompts of the check at the start have weak tests."""
         with self._lock:
             counts = self._num_weak_checked, self._num_checked
             self._num_checked = self._num_weak_checked = 0
@@ -449,7 +448,7 @@ class CodeReward(Rebuildable):
 
 
 def head_of(prompt: Prompt, function: str | None) -> str | None:
-    """Code of a prompt before its function; None for prompts that are not code before the function."""
+    """Code of a prompt before its function; None where other text stands there."""
     if function is None:
         return None
     start = _definition(function, prompt.text)
@@ -470,8 +469,8 @@ def _definition(function: str, code: str) -> re.Match[str] | None:
 def with_head(code: str, prompt: Prompt, function: str | None) -> tuple[str, str]:
     """Code of the prompt before a function, and the program after it, combined as HumanEval does.
 
-    Code with the function follows the prompt's imports and helpers; code without it follows the function's head, as its
-    body. Prompts that are not code before the function are ignored.
+    Code with the function follows the prompt's imports and helpers; other code follows the function's head, as its
+    body. Prompts without a head (see `head_of`) are ignored.
     """
     head = head_of(prompt, function)
     if function is None or head is None or "class Solution" in code:

@@ -1,4 +1,4 @@
-"""Input of `CodeReward`: the code of a completion, and test cases in the prompt formats of public data sets."""
+"""Input of `CodeReward`: code of completions, and test cases in the formats of public data sets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Block:
     """A fenced code block.
 
     Attributes:
-        language: of its fence, in lower case and without synonyms; empty where it names none.
+        language: of its fence, in lower case and without synonyms; may be empty.
         code: its text.
     """
 
@@ -75,10 +75,10 @@ class Cases:
     Attributes:
         streams: pairs of standard input and expected standard output.
         asserts: statements that hold for a right program, each a case.
-        check: code with `check(function)`, or that asserts by itself, or that has tests of pytest or unittest.
+        check: code with `check(function)`, with asserts of its own, or with tests of pytest or unittest.
         calls: pairs of the arguments of `function` and its expected value.
         setup: code before the tests.
-        function: name of the function that is tested, for `check` and `calls`.
+        function: name of the tested function, for `check` and `calls`.
     """
 
     streams: Sequence[tuple[str, str]] = ()
@@ -119,9 +119,8 @@ def read_cases(prompt: Prompt) -> Cases:
     | `input_output` or `inputs`, `outputs`, and `fn_name` | APPS, TACO |
     | `public_test_cases`, `private_test_cases` or `test_cases`, of `input` and `output` | LiveCodeBench, Codeforces |
 
-    The answer counts as such fields if it is JSON of an object, as a list of cases or of assert statements if it is
-    JSON of a list, and else as code of tests, if it has `assert` or `def check(`. LiveCodeBench's `private_test_cases`
-    may be packed as it publishes them.
+    An answer that is a JSON object counts as such fields, a JSON list as cases or assert statements, and a text with
+    `assert` or `def check(` as code of tests. LiveCodeBench's `private_test_cases` may be packed as published.
 
     Raises:
         ValueError: the fields contradict each other, are no cases, or their tests test nothing.
@@ -208,7 +207,7 @@ def _listed(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _unpacked(text: str) -> Any:
     """The JSON that LiveCodeBench packs: base64 of a compressed pickle of its text; other text as it is.
 
-    The pickle is taken apart and not loaded: loading one calls what it names.
+    The pickle is taken apart, not loaded: that would call what it names.
     """
     try:
         pickled = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), MAX_UNPACKED_BYTES)
@@ -282,7 +281,7 @@ def agrees(found: str, expected: str, compare: str, tolerance: float) -> bool:
         found: output of the program.
         expected: correct output.
         compare: `exact`; `lines`: without space at the ends of lines and of the text; `tokens`: word for word.
-        tolerance: greatest difference of numbers, absolute or relative to the expected one; 0 compares texts.
+        tolerance: greatest difference of numbers, absolute or relative to the expected; 0 compares texts.
     """
     if compare == "exact":
         return found == expected
@@ -317,13 +316,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @functools.lru_cache(maxsize=256)
 def problem_of_tests(asserts: tuple[str, ...], check: str, function: str | None) -> str | None:
-    """The reason for which every program would pass some of these tests, or none could; None without one.
-
-    Args:
-        asserts: see `Cases`, likewise the others.
-        check: see `Cases`.
-        function: see `Cases`.
-    """
+    """Reason why every program would pass some of these tests of `Cases`, or none could; None without one."""
     if not asserts and not check:
         return None
     body: list[ast.stmt] = []
@@ -336,7 +329,7 @@ def problem_of_tests(asserts: tuple[str, ...], check: str, function: str | None)
 
 
 class _Tests:
-    """Unit tests: `sandbox.tests` runs their statements, and but in a list `check`, `test...` and the TestCases."""
+    """Unit tests: `sandbox.tests` runs their statements and, except in a list, `check`, `test...` and TestCases."""
 
     def __init__(self, body: Sequence[ast.stmt], function: str | None, is_list: bool) -> None:
         self._function = function
@@ -403,7 +396,7 @@ class _Tests:
         return [name for name in found if name != "object"]
 
     def _can_fail(self, node: ast.AST, seen: frozenset[str] = frozenset()) -> bool:
-        """Whether code asserts or raises, or mentions names that are not its own, such as the program's function."""
+        """Whether code asserts, raises, or mentions names not its own, such as the program's function."""
         for one in ast.walk(node):
             if isinstance(one, (ast.Assert, ast.Raise)):
                 return True
@@ -420,7 +413,7 @@ def _tests_of(one: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def _is_for_scripts(node: ast.AST) -> bool:
-    """Whether it is `if __name__ == "__main__"`, which does not hold in tests."""
+    """Whether it is `if __name__ == "__main__"`, false in tests."""
     return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
 
 

@@ -1,4 +1,4 @@
-"""The process of a tested program: it has no expected value, calls its functions, and sends what they return."""
+"""The process of a tested program: it has no expected values, calls functions, and sends what they return."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def call_functions(doc: dict[str, Any], connection: socket.socket) -> int:
 
     Args:
         doc: `program`, its source; `calls`, each a name, arguments, named arguments, whether these are encoded, and
-            whether only the truth of the value is asked for; `function`, which may be a method; `stops`, whether an
-            exception ends the rest.
+            whether only the value's truth is wanted; `function`, which may be a method; `stops`, whether an exception
+            ends the rest.
         connection: to the trainer.
     """
     main = types.ModuleType("__main__")

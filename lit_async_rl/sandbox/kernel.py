@@ -1,7 +1,7 @@
 """Linux kernel interfaces of a sandbox: namespaces, mounts, capabilities, a seccomp filter, Landlock, limits.
 
-Called with ctypes, in single-threaded processes only. Imports the standard library only: the processes of a sandbox run
-without the packages of the trainer.
+Called with ctypes, in single-threaded processes only. Imports the standard library only: sandboxed processes lack the
+trainer's packages.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def has_capabilities(*wanted: int) -> bool:
 
 
 def drop_possible_privileges() -> None:
-    """Makes sure that nothing that this process executes gets privileges. It keeps its own, if it has any."""
+    """Makes sure that nothing that this process executes gets privileges. It keeps its own."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     zeros = [ctypes.c_ulong(0)] * 3
     for capability in range(NUM_CAPABILITIES):
@@ -123,7 +123,7 @@ def drop_privileges() -> None:
 
 
 def limit(name: str, value: int) -> None:
-    """Sets a resource limit, `RLIMIT_<name>`, soft and hard; never above a hard limit that is lower already."""
+    """Sets a resource limit, `RLIMIT_<name>`, soft and hard; never above a lower hard limit."""
     kind = getattr(resource, f"RLIMIT_{name}", None)
     if kind is None:
         return
@@ -260,7 +260,7 @@ def seccomp_filter(shares_ids: bool) -> bytes | None:
 
     Args:
         shares_ids: whether the process could name processes outside by their ids; then it may send no signal, and its
-            children stay in its process group, which is killed in the end.
+            children stay in its process group, which is killed at the end.
 
     Returns:
         None on an unknown architecture.
@@ -330,7 +330,7 @@ def landlock_version() -> int:
 
 
 def landlock_rules(version: int, readable: Iterable[str], writable: Iterable[str]) -> int:
-    """File descriptor of rules for `restrict_self`: read and execute, read and write, and nothing else.
+    """File descriptor of rules for `restrict_self`: read and execute, read and write, nothing else.
 
     From version 4 without TCP, from version 6 without signals and abstract sockets to processes outside.
 

@@ -1,8 +1,8 @@
-"""Unit tests that are calls with plain values: what a program returns is compared here, out of its reach.
+"""Unit tests that are calls with plain values: the trainer compares what a program returns, out of its reach.
 
 A test is plain if it is `assert f(1, [2]) == {3}`, `assert f("a") is None`, `assert f(1)` or `assert not f(1)`: a call
-of the program's function whose arguments and expected value are literals. So is a pair of arguments and value. This is
-read from the record alone. All other tests are weak: they run beside the program, which can forge them.
+of the program's function whose arguments and expected value are literals. So is a pair of arguments and value. The
+record alone decides. All other tests are weak: they run beside the program, which can forge them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PlainCase:
     """A call of the program's function, and what it must return.
 
     Attributes:
-        compares: `equal`; `same`: the very object, such as None; `true`: the truth of the value; `json`: as JSON states
-            it; `constant`: nothing is called, and the expected value must be true.
+        compares: `equal`; `same`: the very object, such as None; `true`: the value's truth; `json`: as JSON states it;
+            `constant`: calls nothing, and the expected value must be true.
         expected: value.
         function: name.
         args: arguments; encoded, unless it compares JSON.
@@ -44,7 +44,7 @@ class PlainCase:
     kwargs: Any = None
 
     def holds(self, answer: bytes) -> bool:
-        """Whether a program's answer is a plain value, and the expected one."""
+        """Whether a program's answer is the expected plain value."""
         try:
             (encoded,) = json.loads(answer)
             found = decode(encoded)
@@ -185,7 +185,7 @@ class _Reader:
         return PlainCase(compares, expected, name, args=encode(args), kwargs=encode(kwargs))
 
     def take_from_check(self, tree: ast.Module) -> Iterator[PlainCase]:
-        """Removes the plain assertions of the module and of its `check`, but for those that may not be reached."""
+        """Removes plain assertions of the module and its `check`, but for those that may not be reached."""
         yield from self._take(tree, None)
         for node in tree.body:
             if (
@@ -224,7 +224,7 @@ class _Reader:
 
 
 def as_calls(plain: Sequence[PlainCase]) -> list[list[Any]]:
-    """Calls as a program's process takes them, see `sandbox.functions`; they have no expected value."""
+    """Calls as a program's process takes them, see `sandbox.functions`; without expected values."""
     calls = [one for one in plain if one.function]
     return [[one.function, one.args, one.kwargs, one.compares != "json", one.compares == "true"] for one in calls]
 
@@ -260,7 +260,7 @@ class HasFailed:
         self._number = 0
 
     def __call__(self, answers: bytearray) -> bool:
-        """Reads answers beyond those of the last call; another object has those of another try."""
+        """Reads answers beyond the last call's; another object holds those of another try."""
         if answers is not self._answers:
             self._answers = answers
             self._begin = self._number = 0
@@ -275,7 +275,7 @@ class HasFailed:
 
 
 def _agree(found: Any, expected: Any) -> bool:
-    """Whether a value is the expected one, as JSON states it: tuples are lists there, and floats are rounded."""
+    """Whether a value is the expected one in JSON, where tuples are lists and floats are rounded."""
     if isinstance(expected, bool) or isinstance(found, bool):
         return type(found) is type(expected) and found == expected
     if isinstance(expected, float) and isinstance(found, (int, float)):

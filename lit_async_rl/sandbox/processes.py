@@ -52,7 +52,7 @@ class WardenProcess:
         settings: of `Sandbox`.
 
     Raises:
-        SandboxError: it could not be started, has ended, or reports why it cannot begin.
+        SandboxError: it did not start, has ended, or reports why it cannot begin.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class WardenProcess:
         return found
 
     def close(self) -> None:
-        """Closes the socket, on which the warden ends its program and itself."""
+        """Closes the socket, whereupon the warden ends its program and itself."""
         self._end()
 
     def kill(self) -> None:
@@ -169,14 +169,7 @@ class GuardError(SandboxError):
 
 
 class Run:
-    """A program and its outputs.
-
-    Args:
-        warden: process that runs it.
-        program: what is run.
-        limits: of the program.
-        paths: folders of commands.
-    """
+    """A program in a warden, and its outputs; `paths` are folders of commands."""
 
     def __init__(self, warden: WardenProcess, program: Program, limits: SandboxLimits, paths: list[str]) -> None:
         self._warden = warden
@@ -234,7 +227,7 @@ class Run:
         """Waits for the program to end.
 
         Args:
-            is_enough: whether these answers are all that is wanted, so that the program is ended.
+            is_enough: whether these answers suffice; then the program is ended.
 
         Raises:
             SandboxError: the warden does not answer, or has ended.

@@ -18,14 +18,14 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """Resource limits of one program. Exceeding one ends the program, or fails its call.
+    """Resource limits of one program. Exceeding one ends it, or fails its call.
 
     Args:
         wall_s: seconds until it is killed.
         cpu_s: processor seconds of each process.
         memory_mb: MB of all processes together.
         processes: number of processes and threads.
-        output_kb: KB of each of standard output and standard error; a program that writes more is ended.
+        output_kb: KB each of standard output and error; a program that writes more is ended.
         file_mb: MB of each file.
         scratch_mb: MB of the scratch folder.
 
@@ -59,8 +59,8 @@ class Program:
         command: for `/bin/sh -c` in a folder with the source as `file`; None runs it as Python, in the fork.
         file: name of the source for a command.
         shows_last: whether Python prints the value of a final expression, as a notebook does.
-        kind: `python`; `calls`: JSON with calls of the program's functions, see `functions`; `tests`: JSON with tests
-            beside the program, see `tests`.
+        kind: `python`; `calls`: JSON with calls of its functions, see `functions`; `tests`: JSON with tests beside it,
+            see `tests`.
         answer_bytes: room for answers to the trainer, besides that of an output.
     """
 
@@ -78,14 +78,14 @@ class ProgramResult:
     """Outcome of a program.
 
     Attributes:
-        verdict: `ended` by itself, or the reason for ending it: `time`, `memory`, `processes`, `output`, or `stopped`
-            when it was no longer needed.
+        verdict: `ended` by itself, or why it was ended: `time`, `memory`, `processes`, `output`, or `stopped` when no
+            longer needed.
         status: exit status, or the negative number of the signal that ended it.
         stdout: output up to the limit; undecodable bytes are replaced.
         stderr: likewise.
         wall_s: seconds from the fork to its end.
         cpu_s: processor seconds of all processes.
-        channel: answers of a program with calls or tests to the trainer.
+        channel: answers of calls or tests to the trainer.
     """
 
     verdict: Verdict

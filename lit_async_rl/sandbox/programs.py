@@ -1,6 +1,6 @@
 """Forks of the warden: a Python program, a command, or a program with tests.
 
-Runs behind all guards; the program may take over this process.
+Behind all guards; the program may take over this process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def use_files(files: Sequence[int], rules: int | None, problem: int) -> None:
     """Moves the file descriptors of a request to their places, and closes all others.
 
     Args:
-        files: input, output, errors, source, and for tests a channel.
+        files: input, output, errors, source, and for calls or tests a channel.
         rules: Landlock rules.
         problem: pipe that becomes `PROBLEM`.
     """

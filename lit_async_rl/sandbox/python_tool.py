@@ -1,4 +1,4 @@
-"""A tool for environments: the policy writes a Python program, and reads its output."""
+"""A tool for environments: the policy writes Python programs, and reads their output."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CALL = (
 class PythonTool(Environment):
     r"""Runs the program at the end of a turn, and answers with its output; any other turn is the final answer.
 
-    Each program starts afresh in a sandbox: nothing of an earlier turn is left. The value of a last line that is an
-    expression is printed, as in a notebook.
+    Each program starts afresh in a sandbox, without anything of an earlier turn. The value of a final expression is
+    printed, as in a notebook.
 
     Example:
         ```python
@@ -60,11 +60,11 @@ class PythonTool(Environment):
 
     Args:
         reward: of the final answer, `reward(prompt, completion)`; None is `exact_match`.
-        max_calls: programs of an episode; a further one ends it with reward 0.
-        max_chars: of an answer; of a longer one the middle is left out.
-        pattern: regular expression with a group `code`, by which a turn is recognised as a call.
+        max_calls: programs per episode; a further one ends it with reward 0.
+        max_chars: of an answer; a longer one loses its middle.
+        pattern: regular expression of a turn that is a call, with a group `code`.
         template: text around the answer, with `{output}`.
-        max_concurrent: programs that run at a time, of all episodes.
+        max_concurrent: programs running at a time, of all episodes.
         limits: of each program.
         level: of isolation, see `Sandbox`.
         allow_unsandboxed: see `Sandbox`.
@@ -140,7 +140,7 @@ class PythonTool(Environment):
         return await in_thread(self._threads, call)
 
     async def close(self) -> None:
-        """Ends the processes of the sandbox, and the event loop of an async reward; a later episode starts new ones."""
+        """Ends the sandbox's processes and an async reward's event loop; a later episode starts new ones."""
         threads = self._threads
         self._threads = None
         if threads is not None:
@@ -178,12 +178,12 @@ class PythonEpisode(Episode):
         return Observation(text=self._tool.template.replace("{output}", await self._tool.run(code)))
 
     async def step_cut(self, completion: str) -> Observation:
-        """Half a program is not run: a turn that was cut is no answer."""
+        """Ends the episode: a turn that was cut is no answer."""
         return Observation(done=True)
 
 
 def described(result: ProgramResult) -> str:
-    """Result of a program for the policy: its output, the last line of its error, and the cause of its end."""
+    """Result of a program for the policy: output, last line of its error, and cause of its end."""
     parts = [result.stdout.rstrip()]
     if result.verdict != "ended":
         parts.append(f"(ended: too much {'time' if result.verdict == 'time' else result.verdict})")

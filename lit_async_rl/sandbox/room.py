@@ -1,9 +1,8 @@
-"""The room in which programs run: namespaces, a root with read-only folders of the machine, and a scratch folder.
+"""The room in which programs run: namespaces, a root with read-only folders of the machine, a scratch folder.
 
     trainer -> launcher (new namespaces) -> warden (process 1 of its own ids, see `warden`) -> programs
 
-In namespaces the warden is process 1 of a pid namespace: when it ends, however that happens, the kernel ends all
-others.
+In namespaces the warden is process 1 of a pid namespace: when it ends, in any way, the kernel ends all others.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Room:
         scratch: folder that programs may write to.
         scratch_bytes: size of the scratch folder, if it has its own file system.
         user: user id of programs; None is the warden's.
-        has_own_ids: whether it has its own pid namespace, with the warden as process 1.
+        has_own_ids: whether it has its own pid namespace.
         has_processes_shown: whether `/proc` is mounted.
         guards: active guards, for the log.
     """

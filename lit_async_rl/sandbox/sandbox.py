@@ -6,8 +6,8 @@
 | keeper thread | wardens to start | callers, `close` |
 | warden (a process, see `warden`) | requests | callers; the end of the trainer |
 
-A warden is warm: it has imported common modules, and forks for each program. A caller has exclusive use of a warden
-while its program runs. The keeper starts them all, because the kernel ends a process with the *thread* that started it.
+A warden has imported common modules, and forks for each program. A caller has it to itself while its program runs. The
+keeper starts them all, because the kernel ends a process with the *thread* that started it.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ class Sandbox:
         level: see above, or `auto`: the first that works here; for root `namespace` comes before `bubblewrap`.
         allow_unsandboxed: whether to accept `limits` where namespaces are unavailable.
         limits: of each program.
-        readable: further readable folders and files, such as a compiler's folder; their subfolders `bin` are on the
-            path.
+        readable: further readable folders and files, such as a compiler's; their subfolders `bin` are on the path.
         python_path: readable folders of modules for Python programs, such as `site-packages`.
-        preload: modules imported once, before the forks; every program contains their data.
+        preload: modules imported once, before the forks; every program has their data.
 
     Raises:
         SetupError: no allowed level works on this machine.
@@ -136,11 +135,7 @@ class Sandbox:
         )
 
     def announce(self, owner: str) -> None:
-        """Logs the isolation of programs in one line, at the start of a run.
-
-        Args:
-            owner: name of the object that runs programs.
-        """
+        """Logs, at the start of a run, how the programs of `owner` are isolated."""
         from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
         say = rank_zero_warn if self.level == "limits" else rank_zero_info
@@ -156,8 +151,8 @@ class Sandbox:
 
         Args:
             program: Python source, or a program with its settings.
-            limits: limits of this program, in place of the sandbox's own.
-            is_enough: called with its answers so far; true ends a program with calls.
+            limits: in place of the sandbox's own.
+            is_enough: called with the answers so far; true ends a program with calls.
 
         Raises:
             SandboxError: two wardens failed to run it.

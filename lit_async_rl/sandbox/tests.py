@@ -38,7 +38,7 @@ class _CountedAsserts(ast.NodeTransformer):
     """Notes which assertions are reached and hold.
 
     Args:
-        goes_on: whether tests go on behind a failed assertion, which is noted, too; without it they run as they are.
+        goes_on: whether tests go on behind a failed assertion, which is noted, too.
     """
 
     def __init__(self, goes_on: bool) -> None:
@@ -65,12 +65,12 @@ class _CountedAsserts(ast.NodeTransformer):
 
 
 def run_tests(doc: dict[str, Any]) -> dict[str, Any]:
-    """Runs a program and its tests; returns which of them hold, and the first failure.
+    """Runs a program and its tests; returns which hold, and the first failure.
 
     Args:
         doc: `program`, its source; `setup`, code before the tests; `cases`, each a piece of code; `check`, code that
-            defines `check(function)` or asserts by itself; `is_rest`, whether other asserts of the check are compared
-            elsewhere; `function`, the name of what is tested; `stops`, whether the first failure ends the rest.
+            defines `check(function)` or asserts by itself; `is_rest`, whether the check's plain asserts are compared
+            elsewhere; `function`, the name of what is tested; `stops`, whether a failure ends the rest.
     """
     module = types.ModuleType("program")
     sys.modules["program"] = module  # dataclasses and pickle look classes up there
@@ -90,9 +90,9 @@ def library() -> Mapping[str, Any]:
 
 
 def _namespace(doc: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Global names of the tests: the library's, and those names of the program that the tests are about.
+    """Global names of the tests: the library's, and the program's names that they test.
 
-    A program may define `abs`, `isclose`, `np` or `EPS`, too, and its tests must not be run with those.
+    A program may define `abs`, `isclose`, `np` or `EPS`, too; its tests must not use those.
 
     Args:
         doc: see `run_tests`.
@@ -153,7 +153,7 @@ def names_in(trees: Sequence[ast.Module]) -> tuple[set[str], set[str], set[str]]
 
 
 def _innermost(trees: Sequence[ast.Module], names: set[str]) -> set[str]:
-    """Those of the names that are called with no call of another one among their arguments."""
+    """Those of the names that are called without another of them among the arguments."""
     found: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
@@ -189,8 +189,8 @@ def _execute(code: str | ast.Module, names: dict[str, Any]) -> None:
 def _run_check(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[BaseException, str], None]) -> list[bool]:
     """Runs code with `check(function)`: it passes if no exception leaves it.
 
-    A case is each of its `assert` statements that is reached, or all of it without any, unless it is a rest. Behind an
-    exception that is no failed assertion, those that are not reached have failed, too.
+    A case is each `assert` statement that is reached, or without any all of it, unless it is a rest. After an exception
+    that is no failed assertion, those not reached have failed, too.
     """
     held: dict[int, bool] = {}
     names["__held__"] = lambda number, holds: held.update({number: holds and held.get(number, True)})

@@ -1,6 +1,6 @@
 """Plain values as JSON, for the arguments of a program's functions and for what they return.
 
-Plain are the kinds of which a value can equal a literal: an expected value is one. A `range` or a date equals none.
+Plain kinds are those of which a value can equal a literal, as expected values are. A `range` or a date equals none.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ _FROM_TEXT: dict[str, Callable[[str], Any]] = {
 
 
 def _hashable(values: list[Any]) -> list[Any]:
-    """The values, unless they were made to collide in a set, which takes the square of their number."""
+    """The values, unless made to collide in a set, which takes the square of their number."""
     if len(values) > MAX_COLLISIONS and 2 * len(set(map(hash, values))) < len(values):
         raise ValueError("values with the same hash")
     return values
 
 
 def decode(found: Any) -> Any:
-    """Decodes JSON of `encode`; the value has exact types, even if the JSON was forged.
+    """Decodes JSON of `encode`; types are exact, even if the JSON was forged.
 
     Args:
         found: parsed JSON.

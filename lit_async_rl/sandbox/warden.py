@@ -5,11 +5,11 @@
 | warden | a request; the end of its program | the trainer (its end included); the kernel, the program's deadline |
 | program | anything | the warden kills it at its deadline |
 
-The warden reads limits but no program: sources, inputs and outputs pass through files and pipes between the trainer and
-the fork, so that the memory inherited by the next fork contains nothing of them.
+The warden reads limits but no program: sources, inputs and outputs pass through files and pipes between trainer and
+fork, so that the next fork's memory inherits nothing of them.
 
 A request is a line of JSON with file descriptors, an answer a line of JSON. Closing the socket ends the warden, and
-with it everything in its pid namespace.
+everything in its pid namespace.
 """
 
 from __future__ import annotations
@@ -43,13 +43,7 @@ WORST_OOM_SCORE = "1000"  # first choice of the kernel's out-of-memory killer
 
 
 class Warden:
-    """Serves requests on a socket, one after the other.
-
-    Args:
-        control: socket to the trainer.
-        settings: settings of `Sandbox`.
-        place: environment of programs.
-    """
+    """Serves requests on the socket to the trainer, one after the other; `settings` are of `Sandbox`."""
 
     def __init__(self, control: socket.socket, settings: dict[str, Any], place: Room) -> None:
         self._control = control
@@ -96,7 +90,7 @@ class Warden:
         gc.freeze()  # collections in forks would copy shared memory
 
     def _make_rules(self) -> None:
-        """Rebuilds the Landlock rules, which refer to folders instead of paths: the scratch folder is new."""
+        """Rebuilds the Landlock rules, which refer to folders, not paths: the scratch folder is new."""
         if self._rules is not None:
             os.close(self._rules)
             self._rules = None
@@ -199,7 +193,7 @@ class Warden:
         return found if self._room.has_own_ids else [one for one in found if _group(one) == pid]
 
     def _excess(self, pid: int, limits: dict[str, Any]) -> str | None:
-        """Limit exceeded by the processes of a program together; None if there is none."""
+        """Limit that a program's processes exceed together; None without one."""
         members = self._members(pid)
         if len(members) > limits["processes"]:
             return "processes"

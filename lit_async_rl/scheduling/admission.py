@@ -1,18 +1,18 @@
 """Admission control: the staleness bound by counting slots.
 
-A *round* is the time between two weight publications; P groups are trained on in each. Before it is sampled, group
-number i (from 0) takes one of (S + 1) P slots, and P slots are returned at the end of each round. So in round v the
-admitted groups are those with i < (S + 1 + v) P. In FIFO order group i trains in round floor(i / P) <= v + S, so no
-token of it, sampled by version v or newer, is older than S versions. No group is discarded.
+A *round* is the time between two weight publications; P groups are trained on in each. Before sampling, group i (from
+0) takes one of (S + 1) P slots, and P slots return at the end of each round. So in round v the admitted groups are
+those with i < (S + 1 + v) P. In FIFO order group i trains in round floor(i / P) <= v + S, so none of its tokens,
+sampled by version v or newer, is older than S versions. No group is discarded.
 
-In FIFO order one slow group would block all that finished behind it. `Bounded` therefore takes any finished group as
-long as every admitted one can still be trained on before its deadline v + S (earliest deadline first is feasible
-whenever FIFO is). `FixedLag` keeps the order, which makes runs reproducible.
+In FIFO order one slow group would block all behind it. `Bounded` therefore takes any finished group as long as every
+admitted one can still meet its deadline v + S (earliest deadline first is feasible whenever FIFO is). `FixedLag` keeps
+the order, which makes runs reproducible.
 
 With R redundant groups (ROLL Flash, arXiv:2510.11345) there are R more slots, and at most R groups of a round may miss
-their deadline: they are dropped, so the R slowest groups delay nothing.
+their deadline and are dropped, so the R slowest delay nothing.
 
-The cost per group grows with the logarithm of the number of groups and is negligible in a run.
+The cost per group is logarithmic in the number of groups.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lit_async_rl.utils.checks import check_range
 
 
 def check_bound(groups: Iterable[RolloutGroup], version: int) -> None:
-    """Checks every token of groups with a bound before they are collated; `StepGuard` checks again after.
+    """Checks every token of groups with a bound before collation; `StepGuard` checks again after.
 
     Raises:
         StalenessError: a token is older than the `max_staleness` of its group.
@@ -52,13 +52,13 @@ class Admission:
     Args:
         groups_per_round: P, groups trained on between two publications.
         max_staleness: S, in versions; 0 is synchronous.
-        in_order: take groups strictly in the order of admission (`FixedLag`) instead of any that is safe to take.
+        in_order: take groups strictly in the order of admission (`FixedLag`), not any that is safe.
         async_ratio: alpha of ROLL Flash (arXiv:2510.11345): at most (1 + alpha) P groups are sampled or queued at a
             time, 0 <= alpha <= S. A token is then at most ceil(alpha) versions old. None is S.
         redundant_groups: R.
 
     Attributes:
-        may_be_late: whether an admitted group may miss its deadline, and is dropped then (`Drop`, `Retry`, `Ring`).
+        may_be_late: whether admitted groups may miss their deadline, and are dropped then (`Drop`, `Retry`, `Ring`).
         drops_as: why groups are dropped, in reports.
     """
 
@@ -161,10 +161,10 @@ class Admission:
         return oldest if self._is_safe(oldest) else None
 
     def _is_safe(self, index: int) -> bool:
-        """Whether all other groups, except R that may be lost, can still meet their deadlines if `index` is taken now.
+        """Whether all others, except R that may be lost, can still meet their deadlines if `index` is taken now.
 
-        Until each round, no more groups may be due than rounds have places. Only rounds before `index` is due can lack
-        one: from then on its place was needed anyway.
+        Until each round, no more groups may be due than rounds have places. Only rounds before its own deadline can
+        lack one: from then on it needed a place anyway.
         """
         own = self._deadlines[index]
         room = self.num_left_in_round - 1 + self.redundant_groups
@@ -196,7 +196,7 @@ class Admission:
         return deadline
 
     def lose(self) -> list[int]:
-        """Drops the groups that miss their deadline, at most R, and returns them; the round frees their slots."""
+        """Drops and returns the groups, at most R, that miss their deadline; the round frees their slots."""
         if self.num_left_in_round > 0 or not self._due[self.round]:
             return []  # until the round is full, any of them may still be taken
         lost = [index for index, deadline in self._deadlines.items() if deadline <= self.round]
@@ -225,7 +225,7 @@ class Admission:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self, num_given_back: int = 0) -> dict[str, Any]:
-        """State as plain containers; `num_given_back` groups of this round were taken but not trained on."""
+        """State as plain containers; `num_given_back` groups of this round were not trained on."""
         return {
             "round": self.round,
             "num_taken": self.num_taken - num_given_back,
@@ -252,8 +252,8 @@ class Admission:
     def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:
         """Restores a `state_dict` with these groups admitted (index: deadline), as far as the bound allows.
 
-        With unchanged settings it allows all of them, also those that are due to be dropped. Where a group's bound is
-        above `max_staleness` its deadline moves forward; with fewer groups per round the last ones would miss theirs.
+        Unchanged settings allow all of them, also those due to be dropped. The deadline of a group with a bound above
+        `max_staleness` moves forward; with fewer groups per round the last ones would miss theirs.
 
         Returns:
             The groups admitted; the others must be sampled again.
@@ -326,7 +326,7 @@ class RingAdmission(Admission):
         return self._waiting[0] if self._waiting and self.num_left_in_round > 0 else None
 
     def take(self, index: int) -> int:
-        """Takes the chosen group in this round; returns its deadline."""
+        """Takes the chosen group; returns its deadline."""
         if index != self._waiting[0]:
             raise InvariantError(
                 f"group {index} was taken from the buffer of finished groups before an older group: take the oldest "
@@ -348,7 +348,7 @@ class RingAdmission(Admission):
         return lost
 
     def restore(self, state: Mapping[str, Any], deadlines: Mapping[int, int]) -> set[int]:
-        """As `Admission`; the groups of the interrupted step come back into the buffer, however full it is."""
+        """As `Admission`; groups of the interrupted step return to the buffer, however full it is."""
         kept = super().restore(state, deadlines)
         self._surplus = max(0, len(kept) - self.capacity)
         return kept
@@ -371,15 +371,14 @@ class RingAdmission(Admission):
 class ExpiringAdmission(Admission):
     """Admits up to floor((1 + ahead) P) groups at a time and drops those that exceed the bound.
 
-    A group admitted in round v may train in rounds v ... v + S, as with `Admission`, so no token is older than S
-    versions; here it may also miss them. A round always ends: it needs P groups, and those admitted in a round are in
-    time for it.
+    As with `Admission`, a group admitted in round v may train in rounds v ... v + S, so no token is older than S
+    versions; here it may also miss them. A round always ends: it needs P groups, and those admitted in it are in time.
 
     Args:
         groups_per_round: P, groups trained on between two publications.
         max_staleness: S, in versions.
-        ahead: rounds of groups that are sampled or queued beyond the current one.
-        max_tries: a prompt is sampled again until its group was dropped that many times in a row.
+        ahead: rounds of groups sampled or queued beyond the current one.
+        max_tries: drops in a row after which a prompt is not sampled again.
     """
 
     may_be_late = True
@@ -397,7 +396,7 @@ class ExpiringAdmission(Admission):
         return max(0, math.floor((1 + self.ahead) * self.groups_per_round + 1e-9) - len(self._deadlines))
 
     def _is_safe(self, index: int) -> bool:
-        """True: the oldest finished group is taken, whatever the others miss."""
+        """True: whatever the others miss."""
         return True
 
     def lose(self) -> list[int]:
@@ -429,7 +428,7 @@ class AdmissionPolicy(ABC):
     """Factory of a run's `Admission`.
 
     Attributes:
-        in_order: whether groups train strictly in the order of admission, which makes a run repeatable; needs an engine
+        in_order: whether groups train strictly in the order of admission, so that runs are repeatable; needs an engine
             without in-flight weight updates, and filters that drop no group.
     """
 
@@ -437,7 +436,7 @@ class AdmissionPolicy(ABC):
 
     @abstractmethod
     def make(self, groups_per_round: int, max_staleness: int) -> Admission:
-        """Admission for this many groups between two publications and this staleness bound in versions."""
+        """Admission for this many groups between publications and this bound in versions."""
 
 
 @dataclass(frozen=True)
@@ -447,7 +446,7 @@ class Bounded(AdmissionPolicy):
     Args:
         async_ratio: at most (1 + `async_ratio`) rounds of groups are sampled or queued (ROLL Flash, arXiv:2510.11345);
             at most `max_staleness`, which is also the meaning of None.
-        redundant_groups: samples that many more groups in a round than are trained on and aborts the slowest (ROLL
+        redundant_groups: samples so many more groups in a round than are trained on, and aborts the slowest (ROLL
             Flash).
 
     Raises:
@@ -484,8 +483,8 @@ class FixedLag(AdmissionPolicy):
 class Drop(AdmissionPolicy):
     """Keeps the engine busy; drops groups that are too old at the start of a round. Their prompts are skipped.
 
-    With `max_staleness: 0` a step takes the first groups to finish, and those started at older weights do not count:
-    the aggregation of Rennala SGD and Rennala NIGT, arXiv:2509.24305. Long completions are dropped more often;
+    With `max_staleness: 0` a step takes the first groups to finish, except those started at older weights: the
+    aggregation of Rennala SGD and Rennala NIGT, arXiv:2509.24305. Long completions are dropped more often;
     `LengthBiasMonitor` measures by how much.
 
     Args:
@@ -512,7 +511,7 @@ class Retry(Drop):
     No prompt is lost, but its long completions are underrepresented.
 
     Args:
-        max_tries: a prompt is given up after its group was dropped that many times in a row.
+        max_tries: drops in a row after which a prompt is given up.
     """
 
     max_tries: int = 3
@@ -529,9 +528,9 @@ class Retry(Drop):
 class Ring(AdmissionPolicy):
     """Sampling never pauses; a ring buffer between sampling and training drops its oldest group when full.
 
-    As in PipelineRL (arXiv:2509.19128), whose code counts lag in samples and drops single samples; here lag is in
-    versions and whole groups are dropped. PipelineRL's other mode, a maximum lag that pauses sampling, is `Bounded`
-    with `async_ratio` = lag / samples of a step.
+    As in PipelineRL (arXiv:2509.19128), whose code counts lag in, and drops, single samples; here lag is in versions
+    and whole groups are dropped. PipelineRL's other mode, a maximum lag that pauses sampling, is `Bounded` with
+    `async_ratio` = lag / samples of a step.
 
     Args:
         num_sampling: groups sampled at any time.

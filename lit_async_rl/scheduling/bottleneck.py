@@ -5,9 +5,9 @@ nor published weights), T_sync (it published) and T_wait (it waited); W = T_trai
 
 * Overlap efficiency: (T_gen + T_train + T_sync - W) / min(T_gen, T_train + T_sync). 0: sequential; 1: the shorter side
   is hidden behind the longer one. It equals T_gen - T_wait over the shorter side.
-* With perfect overlap the longest side alone would remain: W* = max(T_gen, T_train + T_sync, T_score / workers). If
-  W - W* is significant, it is lost to waiting for each other, which only the bound or the scheduling can reduce;
-  otherwise the longest side is the bottleneck.
+* With perfect overlap the longest side alone would remain: W* = max(T_gen, T_train + T_sync, T_score / workers). A
+  significant W - W* is lost to mutual waiting, which only the bound or the scheduling can reduce; otherwise the longest
+  side is the bottleneck.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Intervals:
         engine_busy_s: the engine generated.
         scoring_s: a reward worker scored, the mean over workers.
         cpu_s: processor seconds of this process, all threads; not known from a trace.
-        held_s: of `wait_s`, for the slowest of several replicas to take weights; not known from a trace.
+        held_s: part of `wait_s` until the slowest of several replicas took weights; not known from a trace.
     """
 
     wall_s: float
@@ -57,7 +57,7 @@ class Intervals:
 
     @property
     def longest_s(self) -> float:
-        """W*, the wall time with perfect overlap; clipped to the window (clocks are read in sequence)."""
+        """W*, clipped to the window (clocks are read in sequence)."""
         return min(self.wall_s, max(self.engine_busy_s, self.trainer_s, self.scoring_s))
 
     @property
@@ -75,7 +75,7 @@ class Setting:
     """A setting, its value and a suggested one.
 
     Attributes:
-        needs: arguments of the command line without which it would refuse the name.
+        needs: arguments that the command line needs to accept the name.
     """
 
     name: str
@@ -114,8 +114,8 @@ class Verdict:
     """The bottleneck and an upper bound on the gain from removing it.
 
     Attributes:
-        won_s: seconds of the window saved if this side were free (or, for the bound, never caused waiting): an upper
-            bound, as the next side may limit first.
+        won_s: seconds of the window saved if this side were free (or the bound never caused waiting): an upper bound,
+            as the next side may limit first.
         fresher: see `Settings`.
     """
 
@@ -175,8 +175,8 @@ _NO_SETTING: dict[Side, str] = {
 def diagnose(intervals: Intervals, settings: Settings) -> Verdict:
     """The bottleneck of a window.
 
-    Cheap remedies come first: removing waiting (a bound, a barrier) costs only staleness, so it is named as soon as it
-    costs `MIN_SHARE`; then publication, then the longest side.
+    Cheap remedies come first: removing waiting costs only staleness, so it is named as soon as waiting costs
+    `MIN_SHARE`; then publication, then the longest side.
     """
     i = intervals
     lost = i.wall_s - i.longest_s
@@ -205,9 +205,9 @@ def diagnose(intervals: Intervals, settings: Settings) -> Verdict:
 class SteadyAdvice:
     """Which verdicts may advise, so that no window contradicts one before it.
 
-    Advice needs two windows in a row that say the same, with `MIN_SHARE` to gain. From then on other advice is withheld
-    while the load stays: until the share of the time that trainer, engine or reward work has changed by `CHANGED`. A
-    fresher bound is advised for whole runs only, and where no window asked for an older one.
+    Advice needs two equal windows in a row, with `MIN_SHARE` to gain. Other advice is then withheld until the share of
+    the time that trainer, engine or reward work has changed by a factor of `CHANGED`. A fresher bound is advised for
+    whole runs only, if no window asked for an older one.
     """
 
     def __init__(self) -> None:
@@ -232,11 +232,11 @@ class SteadyAdvice:
         return str(verdict) if self.admits(verdict) or not verdict.is_worth_it else verdict.shares
 
     def for_run(self, verdict: Verdict, is_over: bool) -> Verdict | None:
-        """Advice for the run so far; None if only its time shares are worth printing.
+        """Advice for the run so far; None if only time shares are worth printing.
 
         Args:
             verdict: on the run from its beginning.
-            is_over: whether this is the last one: it may advise what no window could yet.
+            is_over: whether it is the last, which may advise what no window could yet.
         """
         if not is_over or self._given is not None:
             if verdict.is_worth_it and (self._given is None or self._given.key != verdict.key):
@@ -305,7 +305,7 @@ class StepWork:
         train_s: T, training and publication.
         engine_s: G, the engine was busy.
         waits: seconds from admission to the last token of single groups.
-        busy_share: of the engine. Of a group's seconds, this share was computing, for itself or for others.
+        busy_share: of the engine: the share of a group's seconds that it computed, for any group.
         groups_per_step: R.
         core_s: C, processor time divided by the number of cores; 0 if other devices compute.
     """
@@ -362,8 +362,8 @@ class Advice:
     """Recommended settings.
 
     Attributes:
-        max_staleness: the smallest bound with `MIN_SHARE_OF_BEST` of the best progress per second.
-        worth: how many times as fast as synchronous training it is.
+        max_staleness: smallest bound with `MIN_SHARE_OF_BEST` of the best progress per second.
+        worth: speed relative to synchronous training.
         rate_scale: multiple of a synchronous run's learning rate that fits the bound.
         num_slots: of the engine; None leaves them.
     """
@@ -400,12 +400,12 @@ def advise(
 
     Args:
         work: of a step.
-        ess_ratio: effective sample size of the run, as a share of the completions; None if unknown.
+        ess_ratio: effective sample size, as a share of the completions; None if unknown.
         present: bound of the run, at which the effective sample size was measured.
-        bounds: candidates. Those above twice the present bound and above `MAX_FIRST_BOUND` are left out: how stale data
-            may be there is not known.
+        bounds: candidates, without those above both twice the present bound and `MAX_FIRST_BOUND`: how stale data would
+            be there is unknown.
         num_slots: of the engine; None if it has none.
-        waiting_rollouts: mean number of rollouts that are being sampled or wait for it.
+        waiting_rollouts: mean number of rollouts being sampled or waiting for it.
         rate_factor: multiple of a synchronous run's learning rate that fits a bound.
     """
 
@@ -424,7 +424,7 @@ def advise(
 
 
 def _progress_share(bound: int, ess_ratio: float | None, present: int) -> float:
-    """Share of the progress of a step that is left at the rate that keeps the effective sample size above `MIN_ESS`."""
+    """Share of a step's progress left at the rate that keeps the effective sample size above `MIN_ESS`."""
     if ess_ratio is None or present <= 0 or ess_ratio >= 1:
         return 1.0  # nothing was stale: no measurement
     deviation = math.sqrt(-math.log(max(1e-6, ess_ratio))) * bound / present
@@ -433,7 +433,7 @@ def _progress_share(bound: int, ess_ratio: float | None, present: int) -> float:
 
 
 def _slots(work: StepWork, num_slots: int | None, waiting_rollouts: float) -> int | None:
-    """More slots, if the engine limits the run while rollouts wait for a slot: as many as would bring it below T."""
+    """More slots, if the engine limits the run while rollouts wait for one: enough to bring it below T."""
     if num_slots is None or waiting_rollouts <= num_slots or work.engine_s <= max(work.train_s, work.core_s):
         return None
     wanted = num_slots * work.engine_s / max(1e-9, work.train_s, work.core_s)

@@ -1,7 +1,6 @@
 """Range checks of settings, with one form of message: `data.max_staleness must be >= 0, got -1`.
 
-torch is imported only by the checks that need it: grader processes use this module, too, and importing torch takes
-seconds.
+Only checks that need torch import it, which takes seconds: grader processes use this module, too.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
     Example: `check_range("data", ">= 0", max_staleness=-1)` raises `data.max_staleness must be >= 0, got -1`.
 
     Args:
-        owner: path in the YAML or name of the class that has the settings, such as `data` or `AdaptiveStaleness`; empty
-            for a setting of the top level.
+        owner: path in the YAML or class of the settings, such as `data` or `AdaptiveStaleness`; empty at the top level.
         rule: `positive` (and finite), `finite`, a bound (`>= 0`, `> 1`, `<= 1`, `< 1`), an interval (`in [0, 1]`,
             `in (0, 1]`), or several joined by ` and ` (`>= 0 and finite`). `integer` alone, or before one of these
             (`integer >= 0`), refuses floats.
         settings: values by name of the setting.
 
     Raises:
-        ValueError: a value is outside of the range; the message names setting, rule and value.
+        ValueError: names setting, rule and value.
     """
     is_integer = rule.startswith("integer")
     rule = rule.removeprefix("integer").strip()
@@ -55,12 +53,12 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
 
 
 def check_choice(owner: str, choices: Sequence[str], or_number: bool = False, **settings: object) -> None:
-    """Refuses names that are not among those that a setting takes.
+    """Refuses names that a setting does not take.
 
     Example: `check_choice("model", ["a", "b"], kind="c")` raises `model.kind must be a or b, got 'c'`.
 
     Args:
-        owner: path in the YAML or name of the class that has the settings.
+        owner: path in the YAML or class of the settings.
         choices: names that each of them takes.
         or_number: whether a finite number does, too.
         settings: values by name of the setting.
@@ -93,10 +91,10 @@ def refuse_none(kind: type) -> None:
     """Makes the constructor of a class refuse None for settings annotated with a plain type without None.
 
     Example: `PPOClip(clip_low=None)` raises `PPOClip.clip_low must have a value, got None: leave it out for its
-    default`. Comparisons would raise a `TypeError` later, or `check_range` take it for a setting left unset.
+    default`. Else comparisons would raise a `TypeError` later, or `check_range` take it for unset.
 
     Args:
-        kind: the class; one that has such a constructor already stays as it is.
+        kind: the class; one with such a constructor stays as it is.
     """
     init: Any = kind.__init__  # type: ignore[misc]
     if (isinstance(kind, type) and issubclass(kind, BaseException)) or getattr(init, "refuses_none", False):
@@ -127,7 +125,7 @@ def _is_plain(annotation: Any) -> bool:
 def as_reward(value: Any) -> float:
     """A reward as a float. Takes a bool, a number, a `Decimal` or `Fraction`, or a single element of numpy or torch.
 
-    Strings are refused, even if they look like numbers: they are more often a judge model's answer that was not parsed.
+    Strings are refused, even numeric ones: they are more often a judge model's unparsed answer.
 
     Raises:
         TypeError: the value is not a real number.
@@ -155,7 +153,7 @@ def as_reward(value: Any) -> float:
 
 
 def find_other_kind(values: Mapping[str, Any], kinds: Mapping[str, type]) -> str:
-    """The first of some values that is not of exactly its kind, in words: `reward is 'x'`; empty if all are."""
+    """The first value that is not of exactly its kind, in words: `reward is 'x'`; empty if all are."""
     wrong = next((name for name, kind in kinds.items() if type(values.get(name)) is not kind), "")
     return f"{wrong} is {values.get(wrong)!r:.100}" if wrong else ""
 
@@ -186,12 +184,12 @@ def _is_own_class(hint: Any) -> bool:
 
 
 def check_kinds(owner: str, init: Callable[..., Any], given: Mapping[str, object]) -> None:
-    """Refuses objects of another class than a constructor's annotations want, before anything is made of them.
+    """Refuses objects of another class than a constructor's annotations want.
 
     Example: `data.sampling must be a SamplingParams, got 6`.
 
     Args:
-        owner: path in the YAML of the class that has the settings.
+        owner: path of the class in the YAML.
         init: its constructor.
         given: the arguments by name.
 
@@ -222,7 +220,7 @@ def _shown(value: object) -> str:
 
 
 def check_token_shape(owner: str, name: str, values: object, shape: tuple[int, ...]) -> None:
-    """Refuses values of a custom component that are not of shape (B, T); they would be broadcast without an error.
+    """Refuses values of a custom component that are not of shape (B, T) and would be broadcast without an error.
 
     Args:
         owner: setting and class of the component, such as `model.loss=MyLoss`.
@@ -314,7 +312,7 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:
-    """Known names that may have been meant: those that begin with the name, if they are few, else the closest one.
+    """Known names that may have been meant: those that begin with the name, if few, else the closest.
 
     `temp` stands for `temperature`, though `stop` has more letters in common with it.
     """
@@ -342,7 +340,7 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def with_home(text: str) -> str:
-    """A path, or a flag with its path in one word, with the home folder for `~`: shells leave `--out=~/model` alone."""
+    """A path, or a flag with its path, with the home folder for `~`: shells leave `--out=~/model` alone."""
     flag, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)
     return flag + equals + os.path.expanduser(value) if value.startswith("~") else text
 

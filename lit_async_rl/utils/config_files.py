@@ -1,7 +1,7 @@
-"""Configuration files: YAML of limited size that can build on other files, with `base: file.yaml` or a list of files.
+"""Configuration files: YAML of limited size that can build on others, with `base: file.yaml` or a list of files.
 
-The base files are read first, in order, as if each had been given as an earlier `--config`. Their paths are relative to
-the folder of the file with the `base` key.
+Bases are read first, in order, as if each were an earlier `--config`. Their paths are relative to the folder of the
+file that names them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def with_bases(file: Path, chain: Sequence[Path] = ()) -> list[Path]:
 
 
 def own_settings(text: str, *changes: Callable[[yaml.Node], None]) -> str:
-    """The text of a configuration file without the key `base`.
+    """Text of a configuration file without the key `base`.
 
     Args:
         text: of the file.
-        changes: made to its nodes one after the other, so that a file is parsed once.
+        changes: made to its nodes in turn, so that a file is parsed once.
     """
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode):
@@ -74,7 +74,7 @@ def load_config(file: Path) -> dict[str, Any]:
 
 
 def check_yaml(file: Path) -> None:
-    """Refuses a file that is not a YAML mapping, has duplicate keys, or exceeds the limits of size.
+    """Refuses a file that is no YAML mapping, has duplicate keys, or is too large.
 
     Raises:
         ValueError: names the file.

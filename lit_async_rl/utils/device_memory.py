@@ -1,8 +1,8 @@
-"""A GPU's memory: copies to and from CPU memory that do not wait for other work, and errors that say it is full.
+"""A GPU's memory: copies to and from CPU memory that wait for no other work, and errors that say it is full.
 
-Only copies from and to pinned memory run beside kernels. Torch's own pinned allocations are rounded up to powers of
-two, and never shrink: a model of 15 GB pinned tensor by tensor takes 27. Hence large memory is pinned here as one
-mapping (`PinnedArena`), or passed through two small buffers (`StagedCopies`).
+Only copies from and to pinned memory run beside kernels. Torch rounds pinned allocations up to powers of two and never
+shrinks them: a model of 15 GB pinned tensor by tensor takes 27. Hence large memory is pinned here as one mapping
+(`PinnedArena`), or passed through two small buffers (`StagedCopies`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def to_device(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
-    """The values as a tensor on `device`; does not wait for work that is queued there.
+    """The values as a tensor on `device`, without waiting for work queued there.
 
     `torch.tensor(values, device="cuda")` copies from pageable memory, and waits for the stream.
 
@@ -80,9 +80,9 @@ def mapped_memory(num_bytes: int) -> Tensor:
 
 
 class PinnedArena:
-    """Pinned memory for sets of tensors of about the same size, such as the weights of each update.
+    """Pinned memory for sets of tensors of similar size, such as the weights of each update.
 
-    The memory is used again by the next set, whose tensors replace those of the last one.
+    Each set reuses the memory of the last one.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class PinnedArena:
 
 
 def _register(memory: Tensor) -> bool:
-    """Pins memory; whether that was possible. Without, copies are correct, and slower."""
+    """Pins memory; whether that was possible. Else copies are slower."""
     if not torch.cuda.is_available():
         return False
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
@@ -191,8 +191,8 @@ def pinned_bytes(size: int) -> Tensor:
 def host_copy(tensor: Tensor, staged: StagedCopies | None = None) -> Tensor:
     """A copy in CPU memory; a large one is allocated separately, outside the allocator.
 
-    New memory costs one page fault per 4 KB, most of the time of a large copy. Huge pages, where Linux has them, cost
-    one per 2 MB. The allocator would also keep freed memory in the process.
+    New memory costs one page fault per 4 KB, most of the time of a large copy; huge pages, where Linux has them, one
+    per 2 MB. The allocator would also keep freed memory in the process.
 
     Args:
         tensor: on any device.
@@ -215,7 +215,7 @@ def staged_copies(tensors: Iterator[Tensor]) -> StagedCopies | None:
 
 
 def free_cached_memory() -> None:
-    """Returns cached memory of the trainer's allocator to the GPU, where another process needs it."""
+    """Returns the trainer's cached memory to the GPU, where another process needs it."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
 """Identities of rewards, environments, agents and filters: everything that determines their results.
 
-Two identities are equal, in this process or another, only if the two objects would give the same results. They include
-the code of functions and classes with their bases, closures, defaults, the globals read, class attributes, the objects
-of bound methods, and the values in an object, recursively. `docs/checkpoints.md` lists the exceptions. A value without
-such a form (a generator, an open file, a connection) is named in the identity, which then equals no other.
+Two identities are equal, in this process or another, only if the objects would give the same results. They include the
+code of functions and classes with their bases, closures, defaults, the globals read, class attributes, the objects of
+bound methods, and the values in an object, recursively. `docs/checkpoints.md` lists the exceptions. An identity names
+values without such a form (a generator, an open file, a connection), and then equals no other.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ OF_EVERY_CLASS = re.compile(  # attributes that Python adds to a class
 def reward_identity(value: Any) -> str:
     """Name of a reward, environment, agent or filter, with digests of its settings and of its code.
 
-    Settings are the arguments of a `functools.partial`, the defaults and closure of a function, and of an
-    object the constructor's arguments, where they are known, and its attributes as they are now. Limits of time and
-    memory (`timeout_s` and the like) are excluded, because they do not change rewards. A digest, because a setting may
-    be a secret key, and identities are stored in checkpoints and logged. Code is that of functions and classes, without
-    comments, layout and docstrings, with class attributes and the globals that it refers to. The functions of this
-    package have none, and its classes no attributes but the arguments: a release says if rewards change.
+    Settings are the arguments of a `functools.partial`, the defaults and closure of a function, and of an object the
+    constructor's arguments, where known, and its present attributes. Limits of time and memory (`timeout_s` and the
+    like), which do not change rewards, are excluded. Settings are digested because they may hold secret keys, and
+    identities are stored in checkpoints and logged. Code is that of functions and classes, without comments, layout and
+    docstrings, with class attributes and globals it refers to. Functions of this package have none, and its classes no
+    attributes but the arguments: a release says if rewards change.
     """
     unknown: list[str] = []
     try:
@@ -79,12 +79,12 @@ def without_code(identity: Any) -> Any:
 
 
 def is_comparable(identity: Any) -> bool:
-    """Whether an identity names nothing that cannot be compared."""
+    """Whether an identity can be compared."""
     return not (isinstance(identity, str) and UNKNOWN in identity)
 
 
 def digest_of(value: Any) -> str:
-    """Digest of a value, the same in every process; a random one if it cannot be compared."""
+    """Digest of a value, the same in every process; random if it cannot be compared."""
     walk = _Walk([])
     walk.add(value, "")
     return walk.digest.hexdigest() if not walk.unknown else secrets.token_hex()
@@ -127,7 +127,7 @@ def _described(value: Any, unknown: list[str]) -> str:
 
 
 def _code_digest(value: Any, unknown: list[str]) -> str | None:
-    """Digest of the code of a function, or of the class of an object; None for those of this package and of Python."""
+    """Digest of the code of a function or an object's class; None for those of this package and of Python."""
     owner = getattr(value, "__func__", value)
     owner = owner if isinstance(owner, FunctionType | type) else type(owner)
     module = str(owner.__module__)
@@ -172,7 +172,7 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 def module_code(path: str) -> CodeType | None:
-    """Code of the module in which a dotted path lies, which is not imported; None for those of this package."""
+    """Code of the module of a dotted path, without importing it; None for this package's."""
     folders: Any = None
     file = None
     names = path.split(".")
@@ -193,7 +193,7 @@ def module_code(path: str) -> CodeType | None:
 
 
 def file_contents(words: Iterable[str]) -> dict[str, bytes]:
-    """Contents of the files that a command names, but for large ones, which are no scripts."""
+    """Contents of files that a command names, but for large ones, which are no scripts."""
     files = [word for word in words if Path(word).is_file() and Path(word).stat().st_size <= MAX_SCRIPT_BYTES]
     return {word: Path(word).read_bytes() for word in files if os.access(word, os.R_OK)}
 
@@ -210,7 +210,7 @@ def _of_function(function: FunctionType) -> dict[str, Any]:
 
 
 def _state(value: Any, unknown: list[str]) -> dict[str, Any]:
-    """State of an object as pickle would store it, by name. Objects that cannot be pickled are added to `unknown`."""
+    """State of an object as pickle would store it, by name; what cannot be pickled goes to `unknown`."""
     kind = type(value)
     try:
         reduce = copyreg.dispatch_table.get(kind)
@@ -313,7 +313,7 @@ class _Walk:
                 self.add(part, f"{path}.{name}")
 
     def add_held(self, parts: Mapping[str, Any]) -> None:
-        """As `add_named`, for values that follow from others; those that cannot be compared are skipped."""
+        """As `add_named`, for values that follow from others; skips those that cannot be compared."""
         named = self.unknown
         self.unknown = []
         self.add_named(parts, "")

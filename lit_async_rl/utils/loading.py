@@ -13,10 +13,9 @@ LIBRARIES = "torch, lightning and transformers"
 
 @contextlib.contextmanager
 def loading(what: str = LIBRARIES) -> Iterator[None]:
-    """Context of imports that take seconds: announces them on stderr, in one process per machine.
+    """Context of such imports: announces them on stderr, in one process per machine.
 
-    No garbage is collected meanwhile, which would look at each of the millions of objects that imports make and keep;
-    that is a fifth of their time.
+    Garbage collection, a fifth of their time, is off: it would look at millions of objects that imports make and keep.
     """
     if "lightning" in sys.modules:
         yield

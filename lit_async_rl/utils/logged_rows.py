@@ -1,9 +1,8 @@
 """Rows of loggers have the values of their step, and no others.
 
-Lightning keeps the last value of each metric, and writes it again in the rows of all later steps that do not log it:
-the gradient's norm of the step before where a gradient was not finite, say. After a resume from a checkpoint that was
-saved behind a validation, it counts one step too many in all further rows. It stands alone because it knows
-Lightning's private parts.
+Lightning keeps each metric's last value, and writes it again in rows of later steps that do not log it, such as the
+gradient's norm where a gradient was not finite. After a resume from a checkpoint saved behind a validation, it counts
+one step too many in all further rows. This module stands alone because it uses Lightning's private parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objects as `class_path` and `init_args`, in which YAML and checkpoints can hold them, and made of it again."""
+"""Objects as `class_path` and `init_args`, which YAML and checkpoints can hold, and back."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PLAIN_TYPES = (bool, int, float, str)
 def as_config(settings: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """(settings that YAML can hold, descriptions of the others by their full name).
 
-    An object of this package is written as `class_path` and `init_args` if it keeps all of its arguments under their
-    names; functions and classes by their dotted path, if they can be imported by it. All else is described.
+    An object of this package is written as `class_path` and `init_args` if it keeps all arguments under their names;
+    functions and classes by an importable dotted path. All else is described.
     """
     named: dict[str, str] = {}
     held = {section: _held(dict(given), section, named) for section, given in settings.items()}
@@ -118,7 +118,7 @@ def _plain(value: Any) -> Any:
 
 
 def _dotted_path(value: Callable[..., Any]) -> str:
-    """Path by which any program can import a function or class; those of the running script have none."""
+    """Path by which any program can import a function or class; the running script's have none."""
     module = getattr(value, "__module__", None)
     name = getattr(value, "__qualname__", "")
     path = f"{module}.{name}"
@@ -154,7 +154,7 @@ def _class_path(value: Any) -> dict[str, Any]:
 
 
 def _public_class(value: Any) -> type:
-    """The class of an object, or its first base where that class is private."""
+    """The class of an object, or of a private one the first base."""
     for kind in type(value).__mro__[:2]:
         if kind.__module__.startswith(PACKAGE_PREFIX) and not kind.__name__.startswith("_"):
             return kind
@@ -176,7 +176,7 @@ CALLED_LATER = ("optimizer", "scheduler")  # torch classes, called later with pa
 
 
 def as_objects(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with an object for each `class_path` of this package, or a partial of a class of torch's optimizers.
+    """Settings with an object for each `class_path` of this package, or a partial of a torch optimizer.
 
     Raises:
         ValueError: a class is of another package, or there is none of this name.

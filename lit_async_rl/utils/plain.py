@@ -1,4 +1,4 @@
-"""Values of records and settings: those that a checkpoint can hold, and empty cells of tables."""
+"""Values of records and settings: what a checkpoint can hold, and empty cells of tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 def plain(value: Any) -> Any:
     """Converts a value, with its items, to Python's containers, numbers and strings; other types become strings.
 
-    Checkpoints hold nothing else, because they are loaded without executing code.
+    Checkpoints hold nothing else: loading them executes no code.
     """
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
@@ -28,9 +28,9 @@ def plain(value: Any) -> Any:
 
 
 def as_lists(value: Any) -> Any:
-    """Converts NumPy arrays to lists, also within lists and dictionaries; any other value stays as it is.
+    """Converts NumPy arrays to lists, also within lists and dictionaries.
 
-    A DataFrame has arrays in the place of lists, also after `to_dict("records")`.
+    A DataFrame has arrays for lists, also after `to_dict("records")`.
     """
     if isinstance(value, np.ndarray):
         value = value.tolist()

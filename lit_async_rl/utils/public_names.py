@@ -14,7 +14,7 @@ PACKAGE = "lit_async_rl"
 def attach(
     package: str, file: str, *, moved: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`lazy_loader.attach_stub`, for a package whose users also find there what has moved beside the core.
+    """`lazy_loader.attach_stub`, which also finds what has moved beside the core.
 
     Args:
         package: `__name__` of the package.

@@ -9,7 +9,7 @@ from lit_async_rl.utils.lightning_types import AnyTrainer
 
 
 def finish_saving(trainer: AnyTrainer) -> bool:
-    """Waits until checkpoints that are written in the background are on disk; False if the last one did not fit."""
+    """Waits until all checkpoints are on disk; False if the last one did not fit."""
     if callable(wait := getattr(trainer.strategy.checkpoint_io, "wait", None)):
         wait()
     return not getattr(trainer.strategy.checkpoint_io, "disk_is_full", False)
@@ -34,7 +34,7 @@ def check_last_is_saved(trainer: AnyTrainer) -> None:
 
 
 def what_is_saved(trainer: AnyTrainer) -> str:
-    """Text with the newest checkpoint, its step, and the number of steps lost because a later one was not written."""
+    """Text with the newest checkpoint, its step, and the number of steps lost behind it."""
     checkpoint_io: Any = trainer.strategy.checkpoint_io
     newest = checkpoint_io.newest
     step = checkpoint_io.unwritten.step

@@ -39,7 +39,7 @@ def _may_be_shown(value: str) -> bool:
 
 
 def variable(setting: str, name: str) -> str:
-    """The name of an environment variable after a setting, for a message; the setting alone if it may be a key.
+    """A setting with the variable's name, for a message; without it if it may be a key.
 
     Args:
         setting: that names the variable.
@@ -70,7 +70,7 @@ def key_of_variable(setting: str, name: str | None) -> str:
 
 
 def check_address(setting: str, url: str, key_setting: str) -> None:
-    """Refuses an address that holds a password or a query, for it stands in configurations and messages.
+    """Refuses an address with a password or query, since it appears in configurations and messages.
 
     Args:
         setting: that holds it.
@@ -88,11 +88,11 @@ def check_address(setting: str, url: str, key_setting: str) -> None:
 
 
 def concealed(value: Any, name: str = "") -> Any:
-    """A setting with `***` for each text in it under the name of a key or password, for trackers and files.
+    """A setting with `***` for each text under the name of a key or password, for trackers and files.
 
     Args:
-        value: the setting; it stays as it is. Namespaces of the command line are in lists and dictionaries, too.
-        name: of the setting; what is in a list or dictionary under the name of a key is concealed as well.
+        value: the setting; unchanged. Namespaces of the command line may be in it, too.
+        name: of the setting; all in a list or dictionary under the name of a key is concealed.
     """
     is_secret = _HOLDER.search(name) is not None
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""Where in a user's own files an error was raised: rewards, environments, prompts, callbacks, in whatever thread.
+"""Where in a user's own files an error was raised: rewards, environments, prompts, callbacks, in any thread.
 
 An error of a reward goes through a worker, the producer's thread, the trainer's and Lightning: four chained tracebacks
-of 130 lines, with the one line that matters somewhere in the middle.
+of 130 lines, with the one that matters in the middle.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def wants_traceback() -> bool:
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """The frames of the user's own code, of the first error of a chain that has any; None if none has.
+    """Frames of the user's own code, of the first error of a chain that has any.
 
-    Code that this package has called: a script that calls the package, and gave it a wrong setting, is not meant.
+    Only code that this package has called, not a script that gave it a wrong setting.
     """
     for one in reversed(list(_chain(error))):
         called = dropwhile(lambda frame: not _is_ours(frame.tb_frame), _frames(one.__traceback__))
@@ -50,18 +50,18 @@ def user_traceback(error: BaseException) -> TracebackType | None:
 
 
 def explains_itself(error: BaseException) -> bool:
-    """Whether a reward, environment or agent failed, whose message says all: the frames around it add nothing."""
+    """Whether a reward, environment or agent failed, whose message says all."""
     return any(isinstance(one, RewardError | EnvironmentFailure) for one in _chain(error))
 
 
 def user_line(error: BaseException) -> str:
-    """File, line, function and source of the user's code that raised an error, as tracebacks show it; empty if none."""
+    """File, line, function and source of the user's code that raised an error, as in a traceback; may be empty."""
     frames = list(_frames(user_traceback(error)))
     return _shown(frames[-1].tb_frame, frames[-1].tb_lineno) if frames else ""
 
 
 def running_line(innermost: FrameType | None) -> str:
-    """As `user_line`, for a thread that runs; its innermost line of any code if it runs none of the user's."""
+    """As `user_line`, for a running thread; its innermost line if it runs none of the user's code."""
     frame = _users_frame(innermost) or innermost
     return "" if frame is None else _shown(frame, frame.f_lineno)
 
@@ -83,7 +83,7 @@ def _shown(frame: FrameType, number: int) -> str:
 def write_traceback(error: BaseException, folder: str | os.PathLike[str] | None) -> str:
     """Writes the whole traceback into the folder of a run; returns the file's path, empty if it was not written.
 
-    A run that was refused has no folder, and gets none for this.
+    A refused run has no folder, and gets none for this.
     """
     if folder is None or not Path(folder).is_dir():
         return ""
