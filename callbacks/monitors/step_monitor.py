@@ -364,7 +364,8 @@ class ThroughputMonitor(StepMonitor):
     * `perf/engine_idle_share`: share of the time without an admitted rollout left to sample.
     * `sample/queue_size`, `sample/unfinished`: groups waiting for training, and being sampled.
     * `sample/total_tokens`: tokens generated since the run began, before a resume, too.
-    * `sample/lost`: groups dropped in the step: redundant ones (`redundant_groups`), or by a full `ring`.
+    * `sample/lost`: groups dropped in the step: redundant ones (`redundant_groups`), those of a full `ring`, and those
+      that became too old.
     * `perf/computed_share`: with `model.packing`, tokens computed in a pass over the step, over those of separate rows;
       else 1.
 
@@ -464,7 +465,7 @@ class LengthBiasMonitor(StepMonitor):
     """Compares dropped with trained groups over the last `window` steps; warns once about a length bias.
 
     For each fate of groups (`trained`; `expired` at the staleness bound; `unbegun`: expired before its first token;
-    `no_signal`) it logs:
+    `discarded` by a rollback; that of the filter which dropped it, such as `no_signal`) it logs:
 
     * `intake/<fate>_share`: share of all groups that ended.
     * `intake/<fate>_length`: mean tokens per rollout; aborted groups count the tokens sampled so far, so a bias is

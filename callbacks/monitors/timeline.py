@@ -59,7 +59,7 @@ class Timeline(pl.Callback):
 
     Args:
         max_mb: largest size of a file. Beyond half of it every 10th step is recorded, beyond three quarters every
-            100th.
+            100th, beyond seven eighths every 1000th.
         flush_s: seconds between two writes.
 
     Raises:

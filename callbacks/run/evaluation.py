@@ -40,9 +40,10 @@ class Evaluation(pl.Callback):
     `eval/newest_version`, unless the trainer waits for them (`max_block_s`). Without in-flight updates an evaluation
     uses one version, in a separate batch between two training batches.
 
-    Logs `eval/<data set>/pass@1`, `pass@k` (unbiased: 1 - C(n - c, k) / C(n, k), Chen et al. 2021, arXiv:2107.03374)
-    and `reward`, the same for all prompts together (without a data set), `eval/version`, `oldest_version`,
-    `newest_version`, `mean_version`, `seconds` and `blocked_s`, on rank 0, at the step in which the evaluation ends.
+    Logs `eval/<data set>/pass@1`, `pass@k` (unbiased: 1 - C(n - c, k) / C(n, k), Chen et al. 2021, arXiv:2107.03374),
+    `reward` and `cut_share`, the same for all prompts together (without a data set), `eval/version`, `oldest_version`,
+    `newest_version`, `mean_version`, `num_unscored`, `seconds` and `blocked_s`, on rank 0, at the step in which the
+    evaluation ends.
 
     Args:
         datasets: held-out prompts by name of the dataset, each as `data.prompts`: a source, or records.

@@ -139,7 +139,7 @@ def chunks(
 def write_folder(
     folder: Path, shards: Iterable[Iterable[tuple[str, Tensor]]], metadata: Mapping[str, str] | None = None
 ) -> int:
-    """Writes a file for each shard, or one with only the metadata if there are none; returns their bytes.
+    """Writes a file for each shard, or one with only the metadata, if given, if there are none; returns their bytes.
 
     Raises:
         OSError: a file cannot be written.

@@ -497,8 +497,7 @@ async def answer_of(future: concurrent.futures.Future[Answer], deadline: float, 
 class LocalModel:
     """A model on its own engine, in a thread; concurrent requests are decoded in one batch.
 
-    The policy's engine would not do: it changes its weights within completions, and is replaced when it fails, together
-    with all that it was sampling.
+    The policy's engine does not serve fixed weights: its own change within completions (see `PolicyModel`).
 
     Args:
         model: Hugging Face name or folder.

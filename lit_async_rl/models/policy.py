@@ -115,8 +115,9 @@ class CausalPolicy(nn.Module):
             head_ids: k further tokens to evaluate at each position.
             experts: e experts of each of n routers to replay for each token, see `Replaying`.
             compare: compares whole distributions, chunk by chunk.
-            needs_entropy: False leaves the entropy 0, and takes log pi = z - logsumexp(z) from the logits z: less
-                memory, and more exact than `log_softmax`, which errs by 1e-5 in a vocabulary of 50,000 tokens.
+            needs_entropy: False leaves the entropy 0, ignores `temperature`, `head_ids` and `compare`, and takes
+                log pi = z - logsumexp(z) from the logits z: less memory, and more exact than `log_softmax`, which errs
+                by 1e-5 in a vocabulary of 50,000 tokens.
 
         Raises:
             ValueError: rows are too long for the model, see `rotary_length` and `check_length`.

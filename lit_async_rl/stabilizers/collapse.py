@@ -69,7 +69,7 @@ class CollapseWatch:
         return [words for name, words in broken.items() if self._in_a_row[name] >= self.patience]
 
     def reset_counts(self) -> None:
-        """Resets the counts of consecutive violations after an alarm; keeps median and best reward."""
+        """Resets counts of consecutive violations and recent rewards after an alarm; keeps median and best reward."""
         self._in_a_row = {}
         self._rewards.clear()
 
