@@ -235,7 +235,7 @@ def _fresher_setting(data: RolloutDataModule, min_queued: int) -> Setting | None
     return Setting(name="data.max_staleness", present=bound, suggested=suggested) if 0 < suggested < bound else None
 
 
-# -- Inputs of `scheduling.bottleneck`: generation times of groups, effective sample sizes, CPU time -----------------------
+# -- Inputs of `scheduling.bottleneck`: generation times of groups, effective sample sizes, CPU time -------------------
 
 
 MAX_SAMPLES = 4096  # groups, and steps
