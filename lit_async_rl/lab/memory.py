@@ -2,8 +2,8 @@
 
 `training_memory` runs a training step of the real model with tensors that have a shape and no values, and counts the
 bytes alive at a time: exactly what the step allocates, without the device or the weights. It knows every architecture
-whose shapes do not depend on values, as those of routed experts do. Not counted: a teacher, memory lost between
-tensors, CUDA's own (about half a gigabyte), and what kernels need.
+whose shapes do not depend on values, as those of routed experts do. Not counted: memory lost between tensors, CUDA's
+own (about half a gigabyte), what kernels need, and a teacher's activations.
 """
 
 from __future__ import annotations

@@ -250,11 +250,15 @@ def _memory(arguments: argparse.Namespace, settings: Mapping[str, Any], trainer_
     strategy = str(_of(settings, "trainer.strategy.class_path", _of(settings, "trainer.strategy", "auto")))
     is_sharded = "FSDP" in strategy.upper() or "ModelParallel" in strategy
     reference = _reference_bytes(settings, size) / ((trainer_devices or 1) if is_sharded else 1)
-    beside = reference + (engine if is_shared else 0.0)
+    is_fsdp2 = "ModelParallel" in strategy  # alone divides a teacher
+    teacher = _teacher_bytes(settings) / ((trainer_devices or 1) if is_fsdp2 else 1)
+    beside = reference + teacher + (engine if is_shared else 0.0)
     title = f"memory of one {arguments.device} ({capacity / 1e9:.0f} GB), counted without the device:"
     others = [f"  an engine    {engine / 1e9:.1f} GB, on {'the same device' if is_shared else 'devices of its own'}"]
     if reference:
         others.append(f"  a reference  {reference / 1e9:.1f} GB, the frozen copy of model.kl_coefficient")
+    if teacher:
+        others.append(f"  a teacher    {teacher / 1e9:.1f} GB of weights, frozen")
     try:
         fits = ways_to_fit(
             load_model_config(model),
@@ -317,6 +321,33 @@ def _reference_bytes(settings: Mapping[str, Any], size: ModelSize) -> float:
     if not float(_of(settings, "model.kl_coefficient", 0.0)) or not is_copied:
         return 0.0
     return float(BYTES.get(_of(settings, "model.dtype", "float32"), 4) * size.parameters)
+
+
+def _teacher_bytes(settings: Mapping[str, Any]) -> float:
+    """Bytes of the weights of all teachers in the trainer's process."""
+    return sum(
+        float(BYTES.get(dtype, 4) * _teacher_size(model).parameters)
+        for model, dtype in _local_teachers(_of(settings, "model.distillation.teacher", None))
+    )
+
+
+def _local_teachers(teacher: Any) -> list[tuple[str, str]]:
+    """Models in the trainer's process, and the types of their weights."""
+    if isinstance(teacher, str):
+        return [(teacher, "float32")]
+    name = str(_of(teacher, "class_path", ""))
+    if name.endswith("SourceTeachers"):
+        return [found for one in _of(teacher, "init_args.teachers", {}).values() for found in _local_teachers(one)]
+    if not name.endswith("LocalTeacher"):
+        return []
+    return [(str(_of(teacher, "init_args.model", "")), str(_of(teacher, "init_args.dtype", "float32")))]
+
+
+def _teacher_size(model: str) -> ModelSize:
+    from lit_async_rl.models.loading import errors_naming
+
+    with errors_naming("model.distillation.teacher"):
+        return model_size(model)
 
 
 def _engine_bytes(

@@ -167,7 +167,7 @@ def gigabytes(configuration, capsys, *more):
     configuration.write_text(text.replace("model: {", "".join(["model: {", *more]), 1))
     plan.main([str(configuration), "--devices", "1", "--device", "b200"])
     configuration.write_text(text)
-    found = re.findall(r"^  (training|an engine|a reference|together) +([\d.]+) GB", capsys.readouterr().out, re.M)
+    found = re.findall(r"^  (training|an engine|a reference|a teacher|together) +([\d.]+) GB", capsys.readouterr().out, re.M)
     return {name: float(value) for name, value in found}
 
 
@@ -181,6 +181,22 @@ def test_the_frozen_copy_of_a_penalty_counts(configuration, capsys):
     assert copied["together"] == pytest.approx(plain["together"] + copied["a reference"], abs=0.2)
     adapters = gigabytes(configuration, capsys, penalty, "lora: {rank: 4}, ")
     assert "a reference" not in adapters, "without its adapters the policy is the reference"
+
+
+@pytest.mark.slow
+def test_teachers_in_the_trainers_process_count(configuration, capsys):
+    folder = configuration.parent / "teacher"
+    sizes = {"hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 16}
+    LlamaConfig(**sizes, vocab_size=65_000, tie_word_embeddings=True).save_pretrained(folder)
+    parameters = 2 * (4 * 2048**2 + 3 * 2048**2) + 65_000 * 2048
+    small = f"{{class_path: LocalTeacher, init_args: {{model: {folder}, dtype: bfloat16}}}}"
+    both = f"{{class_path: SourceTeachers, init_args: {{teachers: {{a: {folder}, b: {small}}}}}}}"
+    remote = "{class_path: ServerTeacher, init_args: {url: 'http://localhost:1'}}"
+    plain = gigabytes(configuration, capsys)
+    for teacher, num_bytes in ((folder, 4), (small, 2), (both, 6), (remote, 0)):
+        counted = gigabytes(configuration, capsys, f"distillation: {{teacher: {teacher}}}, ")
+        assert counted.get("a teacher", 0.0) == pytest.approx(num_bytes * parameters / 1e9, abs=0.06)
+        assert counted["together"] == pytest.approx(plain["together"] + num_bytes * parameters / 1e9, abs=0.2)
 
 
 @pytest.mark.slow
