@@ -151,20 +151,10 @@ def fit(
             recipe = None  # its parts weigh rewards
             if reward is None and not getattr(own.get("engine"), "scores", False):
                 reward = no_reward
-        if not is_module:
-            own = with_recipe(recipe, own)
-        of_module = {name: value for name, value in own.items() if name in MODULE_SETTINGS}
-        check_kinds("model", PolicyModule.__init__, module_defaults() | of_module)
-        chosen = ""
-        if not is_module:
-            own, chosen = with_rate(own)
+        own, chosen = _completed(own, recipe, is_module)
         if cluster is not None:
             cluster.check()
-        if ckpt_path is not None:
-            if not isinstance(ckpt_path, str | os.PathLike):
-                raise ValueError(f"ckpt_path must be the path of a checkpoint, got {ckpt_path!r:.100}")
-            ckpt_path = os.path.expanduser(ckpt_path)
-            check_checkpoint(ckpt_path)
+        ckpt_path = _checked_path(ckpt_path)
         if cluster is not None and cluster.dry_run:
             cluster.print_dry_run(uses_gpus=uses_gpus(own.get("accelerator")))
             return Trainer(max_steps=max_steps, adds_csv_log=False, logger=False, devices=1, accelerator="cpu")
@@ -192,6 +182,25 @@ def fit(
             raise
         # cut to the frames of the user's code, without the threads and loops that the error came through
         raise error.with_traceback(user_traceback(error)) from None
+
+
+def _completed(own: dict[str, Any], recipe: str | None, is_module: bool) -> tuple[dict[str, Any], str]:
+    """Settings with those of the recipe and the rate that fits them, unless the module has its own, and why."""
+    if not is_module:
+        own = with_recipe(recipe, own)
+    of_module = {name: value for name, value in own.items() if name in MODULE_SETTINGS}
+    check_kinds("model", PolicyModule.__init__, module_defaults() | of_module)
+    return (own, "") if is_module else with_rate(own)
+
+
+def _checked_path(ckpt_path: Any) -> str | None:
+    if ckpt_path is None:
+        return None
+    if not isinstance(ckpt_path, str | os.PathLike):
+        raise ValueError(f"ckpt_path must be the path of a checkpoint, got {ckpt_path!r:.100}")
+    path = os.path.expanduser(ckpt_path)
+    check_checkpoint(path)
+    return str(path)
 
 
 def _check_names(settings: Iterable[str], is_module: bool) -> None:

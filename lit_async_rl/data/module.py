@@ -196,43 +196,46 @@ class RolloutDataModule(pl.LightningDataModule):
         self._has_said_rows = False
         self.needs_single_rows = ""
         self.source_of: Callable[[Prompt], int] | None = None
-        rules.refuse(
-            rules.of_engine(engine, reward, self.admission, sampling=sampling),
-            rules.of_rewards(
-                reward,
-                scoring.timeout_s,
-                has_held_out=validation.source is not None,
-                advantage=self.advantage,
-                filters=self.intake.filters,
-            ),
-            rules.of_validation(validation, sampling, is_sampled=is_sampled),
-            rules.of_order(
-                self.admission,
-                max_staleness,
-                engine=engine,
-                filters=self.intake.filters,
-                stream_groups=stream_groups,
-                has_replay=replay is not None,
-            ),
-            rules.of_step(
-                self.advantage,
-                self.aggregation,
-                stream_groups=stream_groups,
-                groups_per_step=groups_per_step,
-                group_size=group_size,
-                micro_batches_per_step=micro_batches_per_step,
-            ),
-        )
+        self.configured_bound = max_staleness
+        rules.refuse(self._contradictions(engine, is_sampled))
         engine.check_sampling("data.sampling", sampling, 1 if replicate_prompts else group_size)
         self.fresh_per_step = groups_per_step if replay is None else replay.num_fresh(groups_per_step)
         self._began = datetime.now()
         use_run_time(self._began)
         self.stream = PromptStream(self.prompts, seed=seed, shuffle=shuffle)
-        self.configured_bound = max_staleness
         self._empty_replay = None if replay is None else replay.state_dict()
         self._reference_check = ReferenceCheck(None)
         self._make_source(engine)
         self._use_grader()
+
+    def _contradictions(self, engine: RolloutEngine, is_sampled: bool) -> Iterator[str]:
+        """Sentences of all broken rules; `is_sampled` says whether the engine itself samples held-out prompts."""
+        filters = self.intake.filters
+        yield from rules.of_engine(engine, self.reward, self.admission, sampling=self.sampling)
+        yield from rules.of_rewards(
+            self.reward,
+            self.scoring.timeout_s,
+            has_held_out=self.validation.source is not None,
+            advantage=self.advantage,
+            filters=filters,
+        )
+        yield from rules.of_validation(self.validation, self.sampling, is_sampled=is_sampled)
+        yield from rules.of_order(
+            self.admission,
+            self.configured_bound,
+            engine=engine,
+            filters=filters,
+            stream_groups=self.stream_groups,
+            has_replay=self.replay is not None,
+        )
+        yield from rules.of_step(
+            self.advantage,
+            self.aggregation,
+            stream_groups=self.stream_groups,
+            groups_per_step=self.groups_per_step,
+            group_size=self.group_size,
+            micro_batches_per_step=self.micro_batches_per_step,
+        )
 
     def __getstate__(self) -> Any:
         """Refuses to be pickled, as `ddp_spawn` of a Trainer would."""
