@@ -87,7 +87,7 @@ class AgentStats:
 
 
 class AgentEngine(MultiRequestEngine[AgentEpisode]):
-    """Runs `agent(prompt, client)` for each sample; it returns the reward, in place of `data.reward`.
+    """Runs `agent(prompt, client)` for each sample; its result is the reward, in place of `data.reward`.
 
     Example:
         ```python
@@ -101,7 +101,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         ```
 
     An agent may call the policy concurrently. `sampling.max_tokens` bounds one reply. Calls that continue a
-    conversation extend the recorded tokens, see `lit_async_rl.agents.graph`. Each conversation, and each branch of one,
+    conversation extend the recorded tokens, see `lit_async_rl.agents.graph`. Each conversation that ends somewhere
     trains as its own row; replies that the agent has never read, and side calls, do not train.
 
     Args:
@@ -260,7 +260,7 @@ class AgentEngine(MultiRequestEngine[AgentEpisode]):
         self._play(episode, lambda: self._run(episode), pause_s)
 
     def _submit_call(self, request: GenerationRequest, episode: AgentEpisode) -> int:
-        """Gives a call to the inner engine with the lock held; returns its id there."""
+        """Gives a call to the inner engine, and returns its id there; called with the lock held."""
         inner = self._register(request, dict.fromkeys(range(request.num_samples), episode))
         try:
             self.engine.submit([inner])

@@ -135,7 +135,7 @@ class AgentEpisode(PlayedSample):
         rules: settings.
         lock: guards the state; the `threading.RLock` of the engine.
         max_model_len: largest number of tokens of a call and its reply.
-        submit: gives a request to the inner engine with the lock held; returns its id there.
+        submit: gives a request to the inner engine, and returns its id there; called with the lock held.
         abort: aborts requests of the inner engine, called without the lock.
         fail: tells the engine that what serves its episodes has failed, by this error.
         num_failed: failed tries before this one.
@@ -352,7 +352,7 @@ class AgentEpisode(PlayedSample):
         self._calls.append(call)
 
     def _leave(self, call: _Call) -> None:
-        """A caller waits no more. A call that nobody can ask for again is aborted."""
+        """A caller no longer waits. A call that nobody can ask for again is aborted."""
         with self._lock:
             call.num_waiting -= 1
             last = call.tries[-1]
@@ -371,7 +371,7 @@ class AgentEpisode(PlayedSample):
                     turn.is_kept = False
 
     def discard(self, call_ids: Collection[str]) -> None:
-        """The agent begins anew: these calls train nothing, and none continues them."""
+        """The agent begins anew: these calls train nothing, and no later one continues them."""
         with self._lock:
             turns = [turn for call_id in call_ids if (call := self._by_id.get(call_id)) for turn in call.all_turns]
             for turn in turns:

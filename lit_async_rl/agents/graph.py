@@ -75,7 +75,7 @@ class MessageNode:
     children: dict[str, list[MessageNode]] = field(default_factory=dict)
 
     def same(self, key: str, message: Message) -> list[MessageNode]:
-        """The children that say the same: turns of the policy, and messages equal to this one."""
+        """The children that say the same as a message: turns of the policy, and messages equal to it."""
         known = self.children.get(key, ())
         return [child for child in known if child.turn is not None or child.message == message]
 
@@ -154,7 +154,7 @@ class MessageGraph:
     """Messages and turns of one episode. Not thread-safe.
 
     Attributes:
-        turns: all turns of the policy in their order, also those that follow token ids instead of messages.
+        turns: all turns of the policy in order of arrival, also those that follow token ids instead of messages.
         drift: see the module.
     """
 
@@ -169,7 +169,7 @@ class MessageGraph:
         Args:
             kind: see `kind_of`.
             messages: of a call.
-            keys: see `message_key`; made once a call, without a lock: a message may have megabytes.
+            keys: see `message_key`; made once per call, without a lock: a message may have megabytes.
         """
         reached = [self._roots.setdefault(kind, MessageNode())]
         is_edited = False

@@ -41,7 +41,7 @@ class Held(Generic[T]):
     An agent calls `start` in its `astart`, `close` in its `aclose`, and `get` in each episode.
 
     Args:
-        name: for messages.
+        name: for errors and warnings.
         make: makes the context manager, for each use anew.
         start_timeout_s: seconds that it may take to be entered.
     """

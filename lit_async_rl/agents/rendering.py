@@ -130,7 +130,7 @@ def _parsed(arguments: str) -> Any:
 
 
 def checked_tools(tools: Any) -> Messages:
-    """Tools of a call; other keys are the template's.
+    """Tools of a call; keys not read here are the template's.
 
     Raises:
         AgentCallError: they are malformed.
@@ -365,7 +365,7 @@ class ChatRenderer:
     def _find_unread(self, messages: Messages, tools: Messages, options: Mapping[str, Any]) -> int | None:
         """First system or developer message that the template leaves out; None if it writes all.
 
-        Searched once per sequence of roles and empty messages, with other texts.
+        Searched for once per sequence of roles and empty messages, with other texts.
         """
         # an empty one may be left out
         places = [n for n, one in enumerate(messages) if one["role"] in INSTRUCTIONS and one["content"].strip()]

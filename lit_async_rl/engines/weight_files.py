@@ -139,7 +139,7 @@ def chunks(
 def write_folder(
     folder: Path, shards: Iterable[Iterable[tuple[str, Tensor]]], metadata: Mapping[str, str] | None = None
 ) -> int:
-    """Writes a file for each shard, or one with only the metadata, if given, if there are none; returns their bytes.
+    """Writes a file for each shard, or without shards one with the metadata, if given; returns their bytes.
 
     Raises:
         OSError: a file cannot be written.
@@ -180,7 +180,7 @@ def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_metadata(folder: str) -> dict[str, str]:
-    """Metadata of the first file; empty if there is none, or `read_folder` would refuse it."""
+    """Metadata of the first file; empty if there is none. Whether the files may be read is up to `read_folder`."""
     file = next(iter(sorted(Path(folder).glob("*.safetensors"))), None)
     if file is None or file.is_symlink() or not file.is_file() or not Path(folder).name.startswith(PREFIX):
         return {}

@@ -119,7 +119,7 @@ class Conversation(GrowingRow, PlayedSample):
     def failure(
         self, environment: Environment, text: str, what: str, cause: EnvironmentFailure | None = None
     ) -> EnvironmentFailure:
-        """The error of an environment that failed at the turn `text` with `what`; `cause` says whether to try again."""
+        """An environment's error at the turn `text`: `what` happened; `cause`, if known, says whether to try again."""
         where = f"on prompt {self.prompt.text[:200]!r}, turn {text[:200]!r}"
         failure = EnvironmentFailure(f"environment {name_of(environment)} {where} {what}")
         if cause is not None:
@@ -203,8 +203,8 @@ class EpisodeEngine(MultiRequestEngine[Conversation]):
     environment does not end has the finish reason `length`: after a turn that reached `max_tokens`, after `max_turns`,
     or when another turn might not fit into the context.
 
-    Running episodes continue under new weights, so later turns may have newer versions; every token is tagged with its
-    version, and the bound holds for all. Incompatible with `FixedLag`.
+    Running episodes always continue under new weights, so later turns may have newer versions; every token is tagged
+    with its version, and the bound holds for all. Incompatible with `FixedLag`.
 
     If its environment fails, an episode restarts from the first turn; nothing of the failed one is trained on.
 

@@ -1,7 +1,7 @@
 """Backends of a judge: a model behind an HTTP address (`Endpoint`) or in this process (`LocalModel`).
 
-Everything but the thread of `LocalModel` runs in the judge's event loop. Only these retry: a request that fails in its
-last try raises `FinalRewardError`, which `data.scoring.tries` does not retry.
+Everything but the thread of `LocalModel` runs in the judge's event loop. Only backends retry: a request that fails in
+its last try raises `FinalRewardError`, which `data.scoring.tries` does not retry.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class JudgeLimits:
             `data.scoring.timeout_s`.
         request_timeout_s: limit of one request.
         tries: failed requests of one question. 408, 409, 425, 429, 5xx, failed connections and answers that are no chat
-            completion are retried, but not by `data.scoring.tries`. A 429 is no failure, and counts towards `timeout_s`
-            only.
+            completion are retried here, not by `data.scoring.tries`. A 429 is no failure, and counts towards
+            `timeout_s` only.
         backoff_s: upper limit of the random pause before the second request. Later ones grow exponentially while the
             endpoint answers nothing (1 to 2 times `backoff_s`, 3 to 4, 7 to 8), stay short while it answers other
             questions, and are never below its `Retry-After`. A pausing question holds no permit; after four consecutive
@@ -108,7 +108,7 @@ Asked = tuple[GenerationRequest, concurrent.futures.Future[Answer]]
 
 
 class ConcurrencyLimiter:
-    """Semaphore that serves the lowest order first, and can be paused. Bound to one event loop.
+    """Semaphore that serves the lowest `order` first, and can be paused. Bound to one event loop.
 
     Args:
         max_concurrent: permits held at a time.
@@ -427,7 +427,7 @@ def _number(value: Any) -> int | None:
 
 
 def decoded_answer(codec: TextCodec, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Answer:
-    """The answer in a completion, with an opening reasoning tag at the end of the prompt."""
+    """The answer in a completion, after the opening reasoning tag that its prompt may end with."""
     end = codec.decode(prompt_ids[-MAX_TAG_TOKENS:])
     opening = re.search(r"<(?:\w+:)?think(?:ing)?>\s*\Z", end)
     text = ("" if opening is None else opening[0]) + codec.decode(completion_ids)
@@ -497,7 +497,7 @@ async def answer_of(future: concurrent.futures.Future[Answer], deadline: float, 
 class LocalModel:
     """A model on its own engine, in a thread; concurrent requests are decoded in one batch.
 
-    The policy's engine does not serve fixed weights: its own change within completions (see `PolicyModel`).
+    The policy's engine has no fixed weights: they change within completions (see `PolicyModel`).
 
     Args:
         model: Hugging Face name or folder.

@@ -23,8 +23,8 @@ class VirtualTrace:
 
     Attributes:
         trained: (index, round of admission, round of training) of each trained group.
-        max_rollouts: most samples queued or being sampled.
-        max_groups: most groups admitted and not trained on in an earlier round.
+        max_rollouts: largest number of samples queued or being sampled.
+        max_groups: largest number of groups admitted and not trained on in an earlier round.
         num_admitted: groups admitted by the start of each round.
         num_lost: groups dropped.
         wall_s: virtual seconds of the run.

@@ -12,7 +12,7 @@ from lit_async_rl.utils.checks import check_range
 
 
 class FlawedAnswers(PromptSource):
-    """Prompts with some answers backwards, and some characters replaced by random digits.
+    """Prompts with some answers backwards, and some characters of answers replaced by random digits.
 
     A perfect imitator writes an answer of n characters correctly with probability (1 - reversed) (1 - 0.9 noise)^n: a
     random digit may be the correct one.

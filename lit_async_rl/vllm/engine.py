@@ -52,7 +52,7 @@ class VLLMEngine(RolloutEngine):
         tensor_parallel_size: number of GPUs that share a model.
         device_ids: GPUs to use; None takes the first. Set it if the trainer uses the machine's GPUs, too.
         gpu_memory_utilization: share of each GPU's memory for weights and KV cache; None is 0.9 with `device_ids`;
-            without, as the trainer may use the same GPU, 0.4, or 0.6 if vLLM sleeps meanwhile.
+            without, as the trainer may use the same GPU, 0.4, or 0.6 with `sleep_level`.
         kv_cache_memory_gb: GiB of KV cache, in place of that share; on a CPU None is 1.
         max_num_seqs: samples decoded together.
         max_model_len: maximum tokens of prompt and completion; None is the model's context length.
@@ -62,8 +62,8 @@ class VLLMEngine(RolloutEngine):
         num_threads: threads of each worker on a CPU.
         startup_timeout_s: timeout of `setup`.
         update_timeout_s: timeout of each step of `load_weights`.
-        engine_args: other fields of vLLM's `AsyncEngineArgs`, but none that would break the engine's guarantees, such
-            as `speculative_config`, `logprobs_mode` and `load_format`.
+        engine_args: other fields of vLLM's `AsyncEngineArgs`. Those that would break the engine's guarantees are
+            refused, such as `speculative_config`, `logprobs_mode` and `load_format`.
         sleep_level: whether vLLM frees its memory while a trainer on the same GPU trains, with `data.max_staleness` 0.
             0: no. 1: drops the KV cache, and moves the weights to host memory. 2: drops both until the next update, for
             which new requests wait.

@@ -1,4 +1,4 @@
-"""Fields of vLLM's `AsyncEngineArgs`: those the engine sets, and those that break its guarantees."""
+"""Fields of vLLM's `AsyncEngineArgs`: those the engine sets, and those refused because they break its guarantees."""
 
 from __future__ import annotations
 

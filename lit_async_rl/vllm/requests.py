@@ -211,7 +211,7 @@ def check_sampling(setting: str, sampling: SamplingParams, num_samples: int) -> 
     """Checks that vLLM neither refuses nor replaces sampling parameters; see `RolloutEngine.check_sampling`.
 
     Raises:
-        ValueError: names the setting and its value.
+        ValueError: it does either; names the setting and its value.
     """
     temperature = sampling.temperature
     if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:

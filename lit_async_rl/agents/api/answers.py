@@ -20,7 +20,7 @@ DONE = "data: [DONE]\n\n"
 
 
 class Answer:
-    """The answer to one call, in either form; always the same.
+    """The answer to one call, in either form; the same whenever it is asked for.
 
     Args:
         call: what was asked.

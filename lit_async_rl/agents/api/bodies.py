@@ -1,9 +1,10 @@
-"""Calls of request bodies, and rules for what a call may ask of the policy; `shapes` has their shapes.
+"""Calls of request bodies, and rules for what a call may ask of the policy; `shapes` has the bodies' shapes.
 
 The trainer recomputes the log-probability of each token under the run's own sampling distribution (`data.sampling`). An
 option that changes it for one call is therefore refused, unless it has the run's value or a neutral one, or is named in
-`ignored_options`. Options that end a reply sooner (`stop`, `max_tokens`) are free. Forced tool calls and formats have
-whole replies sampled again, see `reply_rules`. `response_bodies` has the Responses API.
+`ignored_options`; validation ignores those of `DISTRIBUTION`. Options that end a reply sooner (`stop`, `max_tokens`)
+are free. Forced tool calls and formats have whole replies sampled again, see `reply_rules`. `response_bodies` has the
+Responses API.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class CallLimits:
     Attributes:
         max_body_bytes: length of a body.
         max_messages: messages of a conversation.
-        ignored_options: options without effect, whatever their value; `CallService` removes them from a body before it
-            is read.
+        ignored_options: options accepted without effect, whatever their value; `CallService` removes them from a body
+            before it is read.
     """
 
     max_body_bytes: int = 8 * 2**20
@@ -98,7 +99,7 @@ class Call:
         tools: JSON schemas, for a chat.
         calls_tools: whether calls are parsed.
         chat_template_kwargs: arguments of the chat template.
-        rule: for replies of a chat; None without.
+        rule: that replies of a chat must keep; None without.
         request: fields that the response repeats; None for completions.
     """
 

@@ -15,7 +15,7 @@ TOO_MANY = 429
 def response_of(error: AgentCallError) -> ApiResponse:
     """The answer to a call that failed. The official client raises it as the exception of its status.
 
-    It retries 408, 409 and 5xx only, so not 429, which would be refused again.
+    It retries 408, 409 and 5xx, but by our header not 429, which would be refused again.
     """
     described = {
         "message": str(error),

@@ -1,4 +1,4 @@
-"""Formats of a call's content: JSON, by a schema or without."""
+"""Formats of a reply's content: JSON, by a schema or without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests of an episode repeat the same call, for a client that got no answer.
+"""Which requests of an episode repeat an earlier call, because its client got no answer.
 
 The official client repeats a request after a time-out, a broken connection or a status of 408, 409 or 5xx: the same
 body, with a larger `x-stainless-retry-count`. Other clients do so without saying it. A repeated request gets the answer

@@ -19,7 +19,7 @@ def transport_to(ask: Callable[[ApiRequest], Awaitable[ApiResponse]]) -> Any:
     """A transport for the HTTP client of the `openai` package.
 
     Args:
-        ask: gets the answer to a request; cancelled when the client waits no more.
+        ask: gets the answer to a request; cancelled when the client no longer waits.
     """
     # httpx, or what has followed it
     httpx = importlib.import_module(import_openai().DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])

@@ -70,7 +70,7 @@ def _sent(answer: ApiResponse | None) -> Response:
 
 
 async def _read_body(request: Request, service: CallService) -> bytes:
-    """The body."""
+    """The body, refused if it is too long."""
     parts: list[bytes] = []
     length = 0
     async for part in request.stream():

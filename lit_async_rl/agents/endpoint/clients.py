@@ -27,9 +27,9 @@ class EndpointClients(InProcessClients):
         port: port; 0 chooses a free one.
         max_body_mb: largest body of a request, in MiB.
         max_messages: largest number of messages in a call.
-        ignored_options: options of a call that have no effect, instead of being refused because they change the
-            sampling distribution, such as `temperature`, or of having replies sampled again, such as `response_format`
-            or `tool_choice`.
+        ignored_options: options of a call that are accepted without effect. Others are refused if they change the
+            sampling distribution, such as `temperature`, or have replies sampled again, such as `response_format` or
+            `tool_choice`.
         timeout_s: time-out of a call of the client.
 
     Raises:

@@ -98,7 +98,7 @@ class CommandAgent:
         """Does nothing: each process ends with its episode."""
 
     async def __call__(self, prompt: Prompt, client: Any) -> AgentResult:
-        """Runs the command for one episode.
+        """Runs the command for one episode, and returns its reward.
 
         Args:
             prompt: of the episode.

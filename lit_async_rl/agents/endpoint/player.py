@@ -1,7 +1,7 @@
 """The program of a process that plays the episodes of an agent, see `ProcessAgent`. Imports little, to start soon.
 
-A thread passes messages of the trainer to the event loop, where all else happens; it ends the process when the trainer
-has ended, or needs no more.
+A thread passes messages of the trainer to the event loop, and ends the process when the trainer has ended, or needs no
+more. All else happens in the loop.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 | the task that reads replies | a reply | the connection, also at the process's end |
 
 What happens there is in `player.py`. Agent and prompts are pickled, because they have arbitrary settings and metadata;
-only the child unpickles them, from its parent. Its replies are JSON, see `runtime/process.py`.
+only the child unpickles them, and they come from its parent. Its replies are JSON, see `runtime/process.py`.
 """
 
 from __future__ import annotations

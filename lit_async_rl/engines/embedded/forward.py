@@ -297,7 +297,7 @@ class LlamaForward(CachedForward):
         return [self._cos, self._sin]
 
     def _reserve(self, like: Tensor, num_positions: int) -> None:
-        """Computes the rotary embeddings of twice `num_positions`, once."""
+        """Computes the rotary embeddings of twice `num_positions`, unless there are enough."""
         if len(self._cos) >= num_positions and self._cos.dtype == like.dtype:
             return
         num_positions *= 2

@@ -41,7 +41,7 @@ class SlotCache:
         rewinds: whether a slot still has its prompt when its completion is finished.
         max_len: M.
         block_positions: M is a multiple of it.
-        growth_percent: new size of the memory when it must grow, unless M needs more.
+        growth_percent: new size of the memory, in percent of the old, when it must grow, unless M needs more.
         ranges: (first row, end row, number of positions that attention must read) of consecutive rows.
     """
 

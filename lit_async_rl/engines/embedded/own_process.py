@@ -160,8 +160,8 @@ class DecodeProcess(Decoder):
     def _finish_update(self) -> None:
         """Waits until the process has read the last update, and removes its files.
 
-        With in-flight updates, this happens before the next update is written: messages are executed in order, so
-        requests submitted after an update are sampled with its weights.
+        With in-flight updates, this happens before the next update is written. Nobody waits earlier: messages are
+        executed in order, so requests submitted after an update are sampled with its weights.
         """
         if self._update is None:
             return
@@ -223,7 +223,7 @@ def _with_number(device: str) -> str:
 
 
 class Connection:
-    """Starts the child process, and exchanges messages with it. It ends with this process or `close`.
+    """Starts the child process, and exchanges messages with it. The child ends with this process or `close`.
 
     Args:
         on_report: called by the reader's thread with each report, before waiting threads are woken.
@@ -387,7 +387,7 @@ def _sampling(fields: dict[str, Any]) -> SamplingParams:
 
 
 def pack_completions(completions: Sequence[Completion]) -> tuple[list[list[Any]], dict[str, Tensor]]:
-    """Completions without an environment, as JSON (numbers are exact) and tensors."""
+    """Completions of an engine without an environment, as JSON (numbers are exact) and tensors."""
     packed = [[c.request_id, c.sample_index, c.token_ids, c.logprobs, c.versions, c.finish_reason] for c in completions]
     return packed, pack_heads([c.head for c in completions]) | pack_choices([c.experts for c in completions])
 

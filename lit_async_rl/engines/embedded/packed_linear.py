@@ -54,7 +54,7 @@ class PackedLinear:
 
     @contextmanager
     def in_module(self, unpacked: bool) -> Iterator[None]:
-        """Within it, the layer's own forward pass multiplies by its weight, packed or unpacked for each pass."""
+        """Within it, the layer's own forward pass multiplies by its weight, packed, or unpacked for each pass."""
         linear: Any = self._linear
         linear.forward = (lambda x: F.linear(x, self.dense(), linear.bias)) if unpacked else self.__call__
         try:

@@ -164,7 +164,7 @@ class RowOrder:
         return self._is_enabled and self._steps_left == 0
 
     def sort(self, positions: Sequence[int], max_len: int) -> tuple[list[int], list[int]]:
-        """Rows to move, and their targets; the position of a free row is 0."""
+        """Rows to move, and their targets, see `split`; the position of a free row is 0."""
         self._steps_left = STEPS_BETWEEN_SORTS
         lengths = [position + STEPS_BETWEEN_SORTS for position in positions]
         self._num_long, self._short_len = split(lengths, max_len)
