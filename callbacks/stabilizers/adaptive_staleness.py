@@ -95,7 +95,7 @@ class AdaptiveStaleness(SignalCallback):
         self._resumed_bound: int | None = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Restores a resumed bound before anything is sampled."""
+        """Restores the bound of a resumed run before anything is sampled."""
         data = bounded_data(trainer, "AdaptiveStaleness")
         self._max_bound = configured_bound(data)
         present = data.max_staleness  # another callback may have restored a lower one

@@ -22,8 +22,8 @@ class CollapseAlarm(SignalCallback):
     """Monitors effective sample size, KL, gradient norm, cosine, entropy and reward; acts on persistent violations.
 
     Put it first in the list of callbacks: it must read the gradient before others change it, and roll back before
-    `WeightSync` publishes. The limits are not from a paper; None disables one. Signals are reduced over ranks, so that
-    all decide alike.
+    `WeightSync` publishes. The limits are not from a paper (see `CollapseWatch`); None disables one, and without limits
+    the callback changes nothing. Signals are reduced over ranks, so that all decide alike.
 
     Logs `collapse/{ess_ratio,kl,grad_norm,cosine,entropy,reward}`, and `collapse/num_alarms`.
 

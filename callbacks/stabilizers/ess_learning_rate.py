@@ -21,9 +21,9 @@ class ESSLearningRate(SignalCallback):
         lr <- lr * min(1, rho / base_ess_ratio) ** power          for this step only
 
     `power=0.5` is the paper's rule for AdamW, `power=1` its rule for SGD, `power=0` changes nothing. From the paper:
-    both rules, the limit of 1, raw weights, no smoothing. Ours: log space (the published code overflows), one sum over
-    all ranks (there, ranks without records scale to zero), the floor, the measured base. Decoupled weight decay is
-    scaled with the learning rate.
+    formula, both rules, the limit of 1, raw weights, no smoothing. Ours: log space (the published code overflows), one
+    sum over all ranks (there, ranks without records scale to zero), the floor, the measured base. Decoupled weight
+    decay is scaled with the learning rate.
 
     The scheduler never sees the changed rate. NaN log-ratios count as weight 0, which lowers rho; a step without
     signals keeps its learning rate. There is one warning of each.
@@ -44,7 +44,7 @@ class ESSLearningRate(SignalCallback):
 
     Args:
         power: exponent; 0.5 for AdamW, 1 for SGD.
-        base_ess_ratio: rho of on-policy data; from there on the learning rate is unchanged.
+        base_ess_ratio: rho of on-policy data; at and above it the learning rate is unchanged.
         measure_steps: use the mean rho of this many first steps instead of `base_ess_ratio`. They keep their learning
             rate, and should be nearly on-policy.
         floor: smallest factor of the learning rate.

@@ -91,7 +91,7 @@ class EstimatorBlend(SignalCallback):
         self._set(pl_module)
 
     def on_signals_complete(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Measures the step, and sets the share of the next one."""
+        """Measures the step, whose micro-batches are done, and sets the share of the next one."""
         signals = self.reduce_signals(optimizer)
         pl_module.log("blend/share", self.share)
         if signals.ess_ratio is None:

@@ -38,7 +38,7 @@ class GradientAlignmentControl(GradientTreatment):
     Stale rollouts align consecutive gradients, which acts like unwanted momentum. From the paper: the cosine of
     consecutive gradients as signal, projection by parallel and orthogonal part, thresholds between applying, projecting
     and skipping. Their values, a, p and the treatment of negative c could not be checked; each is an argument here,
-    with our own default.
+    with our own default. See `lit_async_rl.stabilizers.alignment`.
 
     Runs on the accumulated, unclipped gradient: put it before `GradientClipping`. A skip removes the gradients, so that
     `PolicyModule` counts no version; Lightning still advances scheduler and `global_step`. A gradient with NaN or

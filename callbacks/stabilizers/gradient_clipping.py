@@ -19,8 +19,8 @@ class GradientClipping(GradientTreatment):
 
     `Trainer(gradient_clip_val=...)` refuses norms under FSDP1, and fails with tensor parallelism and with fused
     optimizers under loss scaling; this works under every strategy. Put it last in the list of callbacks. A step whose
-    gradient contains NaN or infinity is dropped with a warning (weights and optimizer state are unchanged, also by
-    weight decay; Lightning still advances the scheduler), and counted unless `SkipNonFinite`, with its own limit, has
+    gradient contains NaN or infinity is dropped (weights and optimizer state are unchanged, also by weight decay;
+    Lightning still advances the scheduler), and counted with a warning unless `SkipNonFinite`, with its own limit, has
     dropped it before.
 
     Logs `grad/norm` (before clipping; not for a non-finite gradient), `grad/clip_scale` (1: unchanged, 0: dropped) and

@@ -24,8 +24,8 @@ class SkipNonFinite(pl.Callback):
     """Drops updates whose gradient contains NaN or infinity on any rank; weights, moments and version are unchanged.
 
     One of the default callbacks. `GradientClipping` does the same, with its own limit; the first of both counts a drop,
-    also one by `GradientAlignmentControl`. With loss scaling (`precision: 16-mixed`) the scaler skips such steps; they
-    count here once its scale is at most 1, and cannot be the reason.
+    also one by `GradientAlignmentControl`. With loss scaling (`precision: 16-mixed`) the scaler skips such steps and
+    lowers its scale; they count here once the scale is at most 1, and cannot be the reason.
 
     Logs `grad/num_skipped`, the dropped updates, once there are any.
 

@@ -40,11 +40,11 @@ class StalenessController(SignalCallback):
         below `limit - margin` for `calm_steps` steps in a row      one rung up
         half of the gained reward is lost, and not by chance        the healthy weights again, and two rungs down
 
-    `GainWatch` defines the loss. The first rung gives a loss function without ratios the importance weights of
-    `correction`, for the rest of the run: weights near 1 cost nothing. The next `max_halvings` rungs halve the learning
-    rate, further ones the data module's `max_staleness`, down to `min_staleness`. It never climbs again to a rung on
-    which reward was lost. Not from a paper; the bias of a stale gradient is of order lag times rate (arXiv:2607.01083),
-    which these halve.
+    `GainWatch` defines this loss of reward. The first rung gives a loss function without ratios the importance weights
+    of `correction`, for the rest of the run: weights near 1 cost nothing. The next `max_halvings` rungs halve the
+    learning rate, further ones the data module's `max_staleness`, down to `min_staleness`. It never climbs again to a
+    rung on which reward was lost. Not from a paper; the bias of a stale gradient is of order lag times rate
+    (arXiv:2607.01083), which the last two kinds of rung halve.
 
     Rewards count when they arrive, version by version; with other data modules than `RolloutDataModule`, when they are
     trained on. A rollback also discards samples of later versions, see `RollBack`.
@@ -150,7 +150,7 @@ class StalenessController(SignalCallback):
         self._resumed_rollback: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
-        """Restores correction and bound before anything is sampled."""
+        """Restores correction and bound of a resumed run before anything is sampled."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         self._arrivals = data if isinstance(data, RewardingData) else None
         if self._arrivals is not None:
@@ -278,7 +278,7 @@ class StalenessController(SignalCallback):
         return self._num_corrections + self.max_halvings + halvings
 
     def _begin_correction(self, pl_module: AnyModule) -> None:
-        """Prepares the rung that corrects, if the module's loss can be; a resumed run may be on it."""
+        """Prepares the rung that corrects, if the module's loss can be corrected; a resumed run may be on it."""
         objective = getattr(pl_module, "objective", None)
         before = self._num_corrections
         self._num_corrections = 0

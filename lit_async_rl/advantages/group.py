@@ -26,7 +26,7 @@ class AdvantageEstimator(ABC):
     """
 
     def __call__(self, rewards: Rewards, lengths: Lengths | None = None) -> list[list[float]]:
-        """Advantage of each rollout; `lengths` are its tokens from the policy, None for equal lengths.
+        """Advantage of each rollout; `lengths` count the policy's tokens of each, None for equal lengths.
 
         Raises:
             ValueError: a reward is not finite.
@@ -193,7 +193,7 @@ class GDPO(AdvantageEstimator):
         return _of_tokens(groups, self._over_step([self._of_group(group) for group in parts]))
 
     def estimate(self, rewards: Rewards, lengths: Lengths) -> list[list[float]]:
-        """Rewards without parts."""
+        """Rewards without parts, as one part."""
         return self._over_step([standardized(group, self.eps, self.ddof) for group in rewards])
 
     def _of_group(self, parts: Sequence[Mapping[str, float]]) -> list[float]:
@@ -353,7 +353,7 @@ class TurnAdvantageEstimator(AdvantageEstimator):
         return [[row[0] for row in self.of_group(group)] for group in groups]
 
     def per_token(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Advantage of each token: that of its turn, for environment tokens (which do not train) of the next.
+        """Advantage of each token: that of its turn, or for environment tokens (which do not train) of the next turn.
 
         Raises:
             ValueError: a rollout has branches, and the turns of one are unknown.

@@ -109,7 +109,8 @@ def score_squared_norms(
     """sum_t c_it^2 (1 - p_it)^2 of each row i: the squared score at the sampled token's own logit.
 
     The gradient of c log p_y with respect to all logits, c (onehot_y - p), has a squared norm between c^2 (1 - p_y)^2
-    and twice that. The proxy leaves out the network below the logits, and products of different tokens.
+    and twice that. The proxy leaves out the network below the logits, which all trajectories share, and products of
+    different tokens.
     """
     return masked((coefficients * torch.expm1(logprobs.detach())).square(), mask).sum(-1)
 
@@ -127,7 +128,7 @@ class OptimalBaseline:
     Args:
         norms: computation of the gradient norms, see `Norms`.
         flavour: definition of W_i, see `Flavour`.
-        divide_by_std: divide by the group's population standard deviation, as the paper's runs do.
+        divide_by_std: divide by the population standard deviation of the group's rewards, as the paper's runs do.
         eps: added to the standard deviation.
         last_blocks: take the norms over the head and this many last transformer blocks, a proxy at a fraction of the
             cost of a backward pass; None is all layers.
@@ -160,7 +161,7 @@ class OptimalBaseline:
     def can_keep_books(self, tape: GhostTape) -> bool:
         """Whether the tape's gradients can be reused for the update, which saves the second backward pass.
 
-        Only with unsharded parameters, and a head in a single chunk.
+        Not with `Flavour.PAPER`, `last_blocks`, packing, sharded parameters or a head in several chunks.
         """
         return self.flavour is not Flavour.PAPER and tape.is_complete and not has_sharded_parameters(tape.policy)
 

@@ -1,7 +1,7 @@
 """Importance corrections: weights for the ratio of proximal policy to behavior policy.
 
 `log_ratio` is log pi_prox - log mu of each token, r = exp(log_ratio), detached. Weights multiply the per-token loss; a
-rejected token has weight 0, but counts in the average.
+rejected token has weight 0, and stays in the denominator of the average.
 
 Ratios come at three levels: of a token, of a completion (the product over its tokens, "sequence"), and of a completion
 per token (the geometric mean, "geometric"). At each of them a ratio can be truncated (`...TruncatedIS`), zeroed outside

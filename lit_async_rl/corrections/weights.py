@@ -369,9 +369,9 @@ class Veto(Rejection):
 class SecondMomentMask(Correction):
     """Drops the tokens with the largest (log r)^2 until the mean of the others is at most `budget`; weight 1.
 
-    AReaL's variant of M2PO: on the ratio of proximal to behavior policy and for any advantage, with the usual clipped
-    loss on the rest. Unlike AReaL, it may mask every token. The mean is over one micro-batch of all ranks: a
-    collective.
+    AReaL's variant of M2PO: on the ratio of proximal to behavior policy and on all tokens, for any advantage, with the
+    usual clipped loss on the rest. Unlike AReaL, it may mask every token. The mean is over one micro-batch of all
+    ranks: a collective.
 
     Args:
         budget: largest mean of (log r)^2.

@@ -246,7 +246,7 @@ def within_sources(aggregation: Aggregation) -> Aggregation:
 
 
 def _first_tokens(rollout: Rollout, num_tokens: int) -> Rollout:
-    """Copy of the rollout that trains on its first `num_tokens` only."""
+    """Copy of the rollout that trains on its first `num_tokens` trained tokens only."""
     if rollout.num_trained_tokens <= num_tokens:
         return rollout
     branches = []

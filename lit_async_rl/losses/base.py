@@ -28,8 +28,8 @@ class LossInputs:
         group_index: group of each row, the completions of one prompt.
         advantages: advantage A of each token.
         loss_mask: True where a token trains.
-        head_logprobs: log pi, with gradient, of the k likeliest tokens that the engine recorded (`sampling.head`); None
-            if the loss does not need them.
+        head_logprobs: log pi, with gradient, of the k likeliest tokens at each position, which the engine recorded
+            (`sampling.head`); None if the loss does not need them.
         head_behavior_logprobs: log mu of the same tokens; -inf where mu is 0.
         behavior_entropy: entropy of mu at each token, in nats.
     """

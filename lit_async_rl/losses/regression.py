@@ -141,7 +141,7 @@ class TrajectoryBalancePrime(TrajectoryBalance):
     """L_i = (beta log Z + beta k_i - r_i)^2 / (2 beta): `TrajectoryBalance` times beta / 2, on the scale of REINFORCE.
 
     TBA' of the authors' PRIME-RL fork, with `FixedLength(max_tokens)`. The fork takes log Z from the policy before the
-    batch, which is the current one with one optimizer step per batch.
+    batch: the current one, with one optimizer step per batch.
     """
 
     beta: float = 0.005
@@ -158,8 +158,8 @@ class OAPL(PolicyLoss):
 
     Optimal-advantage regression, arXiv:2602.19362: fits mu exp(r / beta) / Z, the optimal policy under a KL penalty to
     the sampling policy mu. mu stays for `data.weight_sync_steps` optimizer steps; `data.max_staleness: 0` trains on no
-    older data, like the paper's cleared buffer. beta and tau are the paper's beta_2 and beta_1, with unknown
-    defaults.
+    older data, like the paper's cleared buffer. beta and tau are the paper's beta_2 and beta_1, whose values there are
+    not known.
 
     Args:
         beta: strength of the KL penalty.

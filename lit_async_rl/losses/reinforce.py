@@ -71,7 +71,7 @@ class SAPO(PolicyLoss):
     """Soft gate instead of a clip: L = -(4 / tau) sigmoid(tau (r - 1)) A, r = pi / pi_prox.
 
     The gradient weight r / cosh(tau (r - 1) / 2)^2 is 1 on-policy and fades smoothly on both sides. Qwen,
-    arXiv:2511.20347, from three frameworks; the paper's text could not be checked.
+    arXiv:2511.20347, formula and defaults from three frameworks; the paper's text could not be checked.
 
     Args:
         tau_positive: sharpness of the gate where A > 0.

@@ -32,7 +32,7 @@ class EndTokens:
         ids: all end tokens; empty if nothing ends a completion.
         named: ids by source (generation_config, config, tokenizer, chat template) that names any.
         left_out: named ids that are no end: the chat template writes them inside of a turn.
-        turn_end: text that the chat template writes after an assistant's last message.
+        turn_end: text that the chat template writes after an assistant's last message; empty if none.
         turn_ends_with_token: False if that text begins with ordinary text.
     """
 

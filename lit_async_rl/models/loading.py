@@ -97,7 +97,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, lm: nn.Module, part: nn.Module, device: torch.device) -> None:
-        """Reads stored buffers of `part`, and its parameters on the meta device (of sharded ones own slices).
+        """Reads stored buffers of `part`, and its parameters on the meta device (of sharded ones only own slices).
 
         Args:
             lm: model whose parameter names the files use; contains `part`.
@@ -218,7 +218,7 @@ def adapter_snapshot(repository: str) -> str | None:
     """Local copy of a repository on the hub that contains an adapter of PEFT; None if it contains none.
 
     Asks the hub once per process, or only the cache when offline. Adapters are loaded separately, because transformers
-    would return the adapter's base with its layers inserted.
+    would return the base with the adapter's layers inserted.
     """
     go_offline_if_unreachable()
     try:
@@ -490,7 +490,7 @@ def _without_adapter(model: str) -> Iterator[str]:
 
 
 def _with_adapter_merged(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """The model with the folder's adapter, of any kind that PEFT can merge, in its weights."""
+    """The model with the folder's adapter, of any kind that PEFT can merge, merged into its weights."""
     import peft
 
     with complete_adapter(folder):

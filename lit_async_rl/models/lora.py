@@ -68,7 +68,7 @@ def add_lora(lm: nn.Module, lora: LoRA, adapter: str | None = None) -> nn.Module
 
     Raises:
         ModuleNotFoundError: PEFT is not installed.
-        ValueError: there are no such layers, an adapted weight is tied to another layer's, or a layer is named for
+        ValueError: there are no such layers, an adapted weight is tied to another layer's, or a layer is named both for
             adapters and for training in full.
     """
     try:

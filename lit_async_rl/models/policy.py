@@ -55,8 +55,8 @@ class CausalPolicy(nn.Module):
 
     Args:
         lm: any Hugging Face causal LM, LoRA-wrapped or not.
-        chunk_tokens: largest number of tokens with logits in memory; several chunks are recomputed in the backward
-            pass.
+        chunk_tokens: largest number of tokens with logits in memory; logits of several chunks are recomputed in the
+            backward pass.
         packing: computation on prefix trees, for forward passes with `group_index`; models that cannot be packed
             compute separate rows, after a warning.
     """

@@ -55,9 +55,9 @@ def random_tokens(lm: PreTrainedModel, number: int, seed: int = 0) -> list[int]:
 def plain_pass(lm: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[tuple[Tensor, float]]:
     """Log-probabilities of all tokens but the first of each sequence, and an error bound for rounding in nats.
 
-    A single forward pass, because each one reads all weights, in their dtype. Shorter sequences are padded with their
-    first token, which in a causal model changes no earlier position. The error bound is two units in the last place of
-    the largest logit: logits grow in training, and bfloat16 has steps of 0.125 between 16 and 32.
+    A single forward pass, because each one reads all weights; in their dtype, by eager kernels. Shorter sequences are
+    padded with their first token, which in a causal model changes no earlier position. The error bound is two units in
+    the last place of the largest logit: logits grow in training, and bfloat16 has steps of 0.125 between 16 and 32.
     """
     longest = max(len(ids) for ids in sequences)
     rows = [[*ids, *[ids[0]] * (longest - len(ids))] for ids in sequences]

@@ -104,7 +104,7 @@ class Residual(ABC):
 
 @dataclass(frozen=True)
 class FullRemoval(Residual):
-    """a = 0, the most direct reading of the paper."""
+    """a = 0 removes the parallel component, the most direct reading of the paper."""
 
     def share(self, cosine: float, low: float) -> float:
         """Returns 0."""

@@ -363,7 +363,7 @@ def is_dropped_before(trainer: AnyTrainer, callback: pl.Callback, index: int, *,
         trainer: with the callbacks, in order.
         callback: the later one.
         index: position of the optimizer.
-        is_counted: only by callbacks that count drops themselves.
+        is_counted: only by callbacks with a limit of their own on drops, which then holds.
     """
     earlier = itertools.takewhile(lambda one: one is not callback, trainer.callbacks)  # type: ignore[attr-defined]
     droppers = [one for one in earlier if hasattr(one, "has_dropped") and (hasattr(one, "dropped") or not is_counted)]

@@ -178,8 +178,8 @@ class RollBackToCheckpoint(_LimitedRollback):
     A resumed run may return to the checkpoint it was resumed from if that is the newest. It replaces the `healthy.ckpt`
     of an earlier run without using it. Two alarms with this action would share the file.
 
-    Checkpoints at URLs such as `s3://` are not kept or restored; nor are those with other parameter groups than the
-    optimizer now has.
+    Checkpoints at URLs such as `s3://` are not kept; one with other parameter groups than the optimizer now has is not
+    restored.
 
     Args:
         max_rollbacks: rollbacks before training stops instead.
@@ -290,7 +290,7 @@ def _newest(names: list[str]) -> Path | None:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Inode and time of the last change [ns]: tell apart checkpoints of one name."""
+    """Inode and time of the last change [ns], which tell apart checkpoints of one name."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns
 

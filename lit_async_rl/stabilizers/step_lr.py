@@ -79,7 +79,7 @@ def loss_scaler(trainer: AnyTrainer) -> Any:
 
 
 def unscale_gradients(trainer: AnyTrainer, optimizer: Optimizer) -> None:
-    """Divides gradients by the loss scale for fused optimizers, which unscale within their step. Idempotent.
+    """Divides gradients by the loss scale for fused optimizers, which unscale only within their step. Idempotent.
 
     Lightning unscales for all others before `on_before_optimizer_step`, unless `training_step` returned None: it then
     skips the step, without touching the scaler.
@@ -119,7 +119,7 @@ def overflows(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
 
 
 def finds_scale(trainer: AnyTrainer, optimizer: Optimizer) -> bool:
-    """Whether the loss scaler skips the step to lower its scale, until it has found the right one.
+    """Whether the loss scaler skips the step and lowers its scale, as it does until it has found the right one.
 
     An overflow with a scale of at most 1 has another cause.
     """
@@ -181,7 +181,7 @@ class OneStepLearningRate:
 class _StepRate:
     """Rate of an optimizer's step, with the factor of each `OneStepLearningRate`.
 
-    One for each optimizer: of two, each would restore a rate that the other had scaled.
+    One for each optimizer: of two, one would restore a rate that the other had scaled, and it would stay.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -189,7 +189,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
 
     One copy exists at a time: a save during another one waits for it, and so does loading. Files change in the order of
     the calls, so an older checkpoint is removed only after its successor was written; a kill at any moment leaves a
-    loadable one. The next call raises an error of the thread, at the latest at the end of the run.
+    loadable one. An error of the thread is raised by the next call, at the latest at the end of the run.
 
     The copy takes as much memory as the checkpoint (12 bytes per parameter with float32 weights and AdamW).
     `AtomicCheckpointIO` as a plugin of the Trainer takes no copy, but training waits.
@@ -204,7 +204,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         self._waiting_for_link: set[str] = set()  # checkpoints to remove once no link points to them
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Copies everything but optimizer states, and returns."""
+        """Copies everything but optimizer states, and returns; Lightning writes checkpoints at URLs."""
         self.wait()  # a second copy at the same time would double the memory
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)

@@ -2,7 +2,8 @@
 
 Two gradients of a divergence (arXiv:2306.13649), both as stale as the states:
 
-* `analytic`: of the divergence between whole distributions. Nothing is sampled, so that it needs no importance weights.
+* `analytic`: of the divergence between whole distributions. Nothing in it is sampled, so that it needs no importance
+  weights.
 * `sampled`: of KL(student || teacher) from the sampled token alone, as with `model.kl_estimator=token`
   (`lit_async_rl.losses.reference_kl`), weighted by the ratio of current to sampling policy. It suits servers that
   return only the log-probabilities of a prompt.

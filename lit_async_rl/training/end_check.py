@@ -62,7 +62,7 @@ def checkpoint_bytes(policy: CausalPolicy, optimizers: list[Any]) -> int:
 
 
 def free_bytes_per_file(folder: Path, number: int) -> int:
-    """Largest size of each of `number` equal new files in a folder, which may not exist yet."""
+    """Largest size in bytes of each of `number` equal new files in a folder, which may not exist yet."""
     candidates = (folder.absolute(), *folder.absolute().parents)
     existing = next(path for path in candidates if path.exists())
     free_bytes = shutil.disk_usage(existing).free // number

@@ -89,6 +89,7 @@ class _Decay(RateSchedule):
     """Linear warm-up, then a decay over the rest of the run.
 
     Args:
+        warmup: optimizer steps until the peak rate; below 1, that share of the run.
         final: share of the peak rate at the end of the run.
     """
 

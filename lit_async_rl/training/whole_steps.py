@@ -25,7 +25,7 @@ class SavesBetweenUpdates:
     """Replaces `trainer.save_checkpoint`, for all its callers (user callbacks, Lightning's, ours).
 
     Between `on_before_optimizer_step` and the end of the optimizer's step, only some callbacks have processed the step,
-    and weights may have changed while counters have not: a checkpoint could not be resumed correctly.
+    and weights may have changed while counters have not: a checkpoint from there could not be resumed correctly.
 
     Args:
         trainer: whose method is replaced, until `remove`.
@@ -264,7 +264,7 @@ def check_staleness(batch: RolloutBatch, version: int) -> None:
 def count_whole_steps(checkpoint: dict[str, Any], micro_batches_per_step: int, in_future: int | None = None) -> None:
     """Resets a checkpoint saved within an optimizer step to the start of that step.
 
-    `processed` counts a step's last micro-batch only after the optimizer's step.
+    The step's gradients are not saved. `processed` counts a step's last micro-batch only after the optimizer's step.
 
     Args:
         checkpoint: changed in place.
