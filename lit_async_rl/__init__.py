@@ -3,9 +3,9 @@
     Prompt -> Rollout -> RolloutGroup -> RolloutBatch -> loss per token -> gradient -> weights -> engine
     prompts   engines    rollouts        data            losses           training     WeightSync
 
-Nothing downstream calls upstream, except `WeightSync`, which hands the engine the new weights and the producer its
-slots. All public names (`NAMES`) are attributes of this package, imported on first use; `__all__` and `dir` show those
-that most runs begin with, the documentation shows all.
+Nothing downstream calls upstream, except `WeightSync`, which gives the engine the new weights, and the producer its
+slots back. All public names (`NAMES`) are attributes of this package, imported on first use; `__all__` and `dir` show
+those that most runs begin with, the documentation shows all.
 """
 
 import sys

@@ -16,7 +16,7 @@ TEMPLATE_KWARGS = "chat_template_kwargs"
 
 
 def checked_messages(messages: Any) -> tuple[dict[str, Any], ...]:
-    """Validates a conversation that a completion can follow, and drops keys that are None.
+    """Validates a conversation that a completion can follow, and drops keys that are None (as in tables).
 
     Content in parts (`[{"type": "text", "text": ...}]`) becomes their joined texts.
 

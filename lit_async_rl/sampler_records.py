@@ -192,7 +192,7 @@ class ExpertChoices:
         return ExpertChoices(torch.cat([self.experts, later.experts[len(self) :]]))
 
     def padded(self, length: int) -> ExpertChoices:
-        """Padded with unknown tokens to `length` in all."""
+        """Padded with tokens of unknown experts to `length` in all."""
         unknown = self.experts.new_full((length - len(self), *self.shape), OWN_CHOICE)
         return ExpertChoices(torch.cat([self.experts, unknown]))
 

@@ -28,7 +28,7 @@ class Turn:
     """One turn of the policy within a rollout.
 
     Attributes:
-        end: the row's tokens up to and including the turn's last.
+        end: number of the row's tokens up to and including the turn's last.
         reward: reward of the turn.
         state: identifier of the environment's observation before the turn; equal numbers mean equal states.
         call: number of the agent's call that sampled it, which orders the turns of several rows; None is its position
@@ -90,8 +90,8 @@ Sample = TypeVar("Sample", bound="Completion")
 class Completion(TokenRow):
     """One sample of a request, as an engine returns it. Fields of tokens have one entry for each of `token_ids`.
 
-    An agent's sample may have several rows of tokens, its own and its `branches`, with one reward and their lengths
-    summed.
+    An agent's sample may have several rows of tokens: its own and those of its `branches`. They share one reward, and
+    the sample's length is the sum of theirs.
 
     Attributes:
         request_id: request that it answers.
@@ -276,7 +276,7 @@ class RolloutBatch:
         credits: factor of each token's advantage; None if all are 1. `advantages` contain it.
         temperature: sampling temperature of the completions, also applied to the policy's log-probabilities.
         truncated: whether the completions were sampled with top-k, top-p or min-p.
-        gradient_scale: factor of the accumulated gradient after this micro-batch; 1 but for the last of a step with
+        gradient_scale: factor of the accumulated gradient after this micro-batch; 1 except in the last of a step with
             streamed groups.
         max_staleness: staleness bound of each row's tokens, in versions; None if unbounded.
         head_ids, head_logprobs, behavior_entropy: `SamplerHead` of each token; None if not recorded.

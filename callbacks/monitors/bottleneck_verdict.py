@@ -315,9 +315,9 @@ class BottleneckVerdict(pl.Callback):
     excluded. A replay of a tape has no engine, and gets no verdict.
 
     For a collapsing run (`CollapseTrend` of the metrics of `ImportanceMonitor` and `RolloutMonitor`), it reports the
-    collapse and a configuration against it instead of a verdict on speed. It also reports that all completions of each
-    prompt had equal rewards in the last ten steps or more, for example because a reward is always 0; and at the end,
-    that data were older than the learning rate allows, or that engine and trainer differ more than versions do
+    collapse and a configuration against it instead of a verdict on speed. It also reports if all completions of each
+    prompt had equal rewards in the last ten steps or more, for example because a reward is always 0; and at the end, if
+    data were older than the learning rate allows, or if engine and trainer differ more than versions do
     (`StaleDataWords`).
 
     Args:

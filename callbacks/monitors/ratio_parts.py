@@ -50,7 +50,8 @@ class RatioSplit:
         staleness^2 = max(0, sum over stale tokens of (log-ratio^2 - discrepancy^2)) / N
 
     It is 0 where all tokens are fresh, and where stale ones differ less than fresh ones do (noise of few tokens). The
-    discrepancy is that of the fresh tokens so far, whose weights fall by a tenth with each step that adds some.
+    discrepancy is that of the fresh tokens so far, whose weights fall by a tenth with each step that adds some; it is
+    taken to stay constant between such steps.
     """
 
     def __init__(self) -> None:

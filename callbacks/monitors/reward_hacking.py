@@ -41,7 +41,7 @@ class RewardHackingMonitor(pl.Callback):
     Longer completions that are not more accurate; repetition; special tokens within completions; a part of the reward
     that is full while the answer's part falls; groups whose rewards have become equal although they are not right; and
     a second grader that calls right completions wrong. See `HackingWatch` for the thresholds. It logs a warning when a
-    sign begins, and shows it in the progress line, verdict and summary while it holds.
+    sign begins, and shows it in the progress line, verdict and summary while it holds. It does not change training.
 
     Logs `hacking/{length_growth,repetition,special_tokens,group_std,disagreement,num_signs}`.
 

@@ -283,7 +283,7 @@ class StalenessMonitor(StepMonitor):
 class ImportanceMonitor(StepMonitor):
     """Logs statistics of the importance ratios pi / mu over a step.
 
-    * `importance/ess_ratio`: effective sample size of whole rollouts, over those with a trained token (VCPO's
+    * `importance/ess_ratio`: effective sample size of whole rollouts, as a share of those with a trained token (VCPO's
       definition).
     * `importance/ess_ratio_token`: the same over tokens (PipelineRL's definition); the two are not comparable.
     * `importance/kl_{k1,k2,k3}`: estimates of KL(mu || pi) per token.
@@ -366,8 +366,8 @@ class ThroughputMonitor(StepMonitor):
     * `sample/total_tokens`: tokens generated since the run began, before a resume, too.
     * `sample/lost`: groups dropped in the step: redundant ones (`redundant_groups`), those of a full `ring`, and those
       that became too old.
-    * `perf/computed_share`: with `model.packing`, tokens computed in a pass over the step, over those of separate rows;
-      else 1.
+    * `perf/computed_share`, only with `model.packing`: tokens computed in a pass over the step, over those of separate
+      rows; 1 where rows are computed separately.
 
     A replay of a tape has neither engine nor queue, and logs no `perf/engine_idle_share` and no other `sample/*`.
     """

@@ -49,8 +49,8 @@ class Timeline(pl.Callback):
     | | `publish`, `checkpoint`, `validation` |
 
     Waits and busy times of the engine agree with `BottleneckVerdict`. An engine's or reward worker's spans within a
-    window (50 ms, or a tenth of a step) are merged: the merged span begins with the first and lasts for the sum of all.
-    On a GPU, spans of the trainer are host time: its thread runs ahead of the device.
+    window (50 ms, or a tenth of a step) are merged: the merged span begins with the first and lasts for the sum of
+    their durations. On a GPU, spans of the trainer are host time: its thread runs ahead of the device.
 
     When training starts, ranks on other machines measure and correct the offset of their clocks from rank 0's.
 

@@ -44,7 +44,7 @@ class Display:
     """Draws the progress of one fit or validation."""
 
     def step(self, number: int, total: float, items: Sequence[str]) -> None:
-        """`number` of `total` optimizer steps are done; `items` are metrics, and last the time left."""
+        """`number` of `total` optimizer steps are done; `items` are metrics, then the time left."""
 
     def end(self) -> None:
         """Training is over, and other callbacks are about to report."""
@@ -132,8 +132,8 @@ class OneAtATime(Console):
     """A console that serialises output of threads, from cursor movement to the last character.
 
     rich looks where its drawing stands, lets other threads print, and then writes: a line of a drawing that grew
-    meanwhile would stay on the screen. Lines break between words only; the terminal wraps a longer word, such as a
-    path, so that it can be copied.
+    meanwhile would stay on the screen. Lines break between words only; the terminal wraps a word longer than a line,
+    such as a path, so that it can be copied.
 
     Args:
         settings: of rich's console.

@@ -64,7 +64,8 @@ def sample_row(
 ) -> dict[str, Any]:
     """Columns of one rollout in `samples.jsonl`, beyond those of the loggers' tables.
 
-    Completions longer than `max_tokens` lose their middle in per-token lists; `cut` is then its position and length.
+    Completions longer than `max_tokens` lose their middle in per-token lists; `cut` is then its position and length, in
+    tokens.
     """
     rollout = group.rollouts[sample]
     length = len(rollout.token_ids)

@@ -40,7 +40,7 @@ class SaveOnSigterm(Checkpoint):
     outside of training, SIGTERM saves nothing and exits with status 143.
 
     SIGHUP, which a closed terminal sends, is handled likewise, unless it is ignored (`nohup`) or has another handler.
-    Later output goes to `after_hangup.txt` in the run's folder.
+    Later terminal output goes to `after_hangup.txt` in the run's folder.
 
     The checkpoint goes to the folder of the run's `ModelCheckpoint`, or to the default folder of one. With
     `data.admission: FixedLag` saving waits for all admitted groups, so the grace period before SIGKILL must cover a
@@ -59,7 +59,7 @@ class SaveOnSigterm(Checkpoint):
         self._folder: Path | None = None  # None before training, while the engine starts
 
     def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
-        """Installs the handler of SIGHUP where the signal has none."""
+        """Installs the handler of SIGHUP, unless the signal is ignored or has one."""
         self._folder = None
         if stage == "fit":
             self.path = None

@@ -48,7 +48,7 @@ PEFT_IGNORED = ("task_type", "inference_mode", "base_model_name_or_path", "revis
 
 
 def as_groups(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with an object of this package for each dictionary, list of prompts and `peft.LoraConfig`.
+    """Settings with an object of this package for each dictionary, list of held-out prompts and `peft.LoraConfig`.
 
     Raises:
         TypeError: a dictionary has a key that its class does not.

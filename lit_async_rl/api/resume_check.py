@@ -19,7 +19,7 @@ OPTIMIZERS = "optimizer_states"
 
 
 def check_resume(trainer: Trainer, module: PolicyModule, data: Any, *, ckpt_path: str | None) -> None:
-    """Refuses a checkpoint that this run cannot go on from; reads no weights.
+    """Refuses a checkpoint that this run cannot go on from; reads no values of weights.
 
     Args:
         trainer: that has not run yet.

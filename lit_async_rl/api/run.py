@@ -216,7 +216,7 @@ def _check_names(settings: Iterable[str], is_module: bool) -> None:
 
 
 def is_shown_whole(error: Exception, folder: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether an error of a run from Python keeps its whole traceback, else written to a file.
+    """Whether an error of a run from Python keeps its whole traceback, which else goes to a file.
 
     Args:
         error: gets settings named as typed, unless it comes from the user's code.
@@ -368,7 +368,7 @@ def _fit_in_rank(given: Given, place: Place) -> None:
 
 
 def _as_saved(max_steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The Trainer's arguments as in `config.yaml`: without defaults, other callbacks in a list."""
+    """The Trainer's arguments as in `config.yaml`: without `defaults`, other callbacks in a list."""
     saved = {"max_steps": max_steps, **settings}
     saved.pop("defaults", None)
     if isinstance(callbacks := saved.get("callbacks"), pl.Callback):

@@ -73,8 +73,8 @@ def as_yaml(settings: Mapping[str, Any], named: Mapping[str, str]) -> str:
 def comparable(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Numbers and classes of objects by full name: what must be the same on all ranks.
 
-    Texts (folders) may differ between machines, and what only the leading rank needs: `LEADING_RANK_SETTINGS` and
-    lists.
+    Texts (folders) may differ between machines, and so may what only the leading rank needs: `LEADING_RANK_SETTINGS`
+    and lists.
     """
     found: dict[str, str] = {}
     for name, value in settings.items():

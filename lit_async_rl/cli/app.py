@@ -135,7 +135,7 @@ class AsyncRLCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Refuses invalid configuration files and class paths first."""
+        """Refuses invalid configuration files and class paths before anything is called."""
         given = sys.argv[1:] if args is None else args
         check_config_files(given)
         check_stage(given, self.stage)

@@ -199,7 +199,7 @@ def _divided(args: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def check_config_files(args: Sequence[str]) -> None:
-    """Refuses files that are missing, no YAML, or expand beyond limits.
+    """Refuses files that are missing, are no YAML, or expand beyond limits.
 
     Args:
         args: of the command line.

@@ -45,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Runs the command named by the first argument with the remaining arguments.
 
     `sys.argv` stays as it is, because Lightning starts further processes with it. Ctrl-C, or the end of a program that
-    reads the output, ends it without a traceback, with the status of such a signal.
+    reads the output, ends it without a traceback, with the status of SIGINT or SIGPIPE.
     """
     try:
         _run(args)

@@ -349,7 +349,7 @@ def _of_an_option(refusals: Sequence[_Refusal]) -> _Refusal | None:
 
 
 def _unknown_argument(refusal: _Refusal, hint: Any) -> str | None:
-    """An argument that the class lacks, in the wrong place, or of no class yet."""
+    """An argument that the class lacks, that is in the wrong place, or that is of no class yet."""
     match = re.match(r"Option '(\S+)' is not accepted", refusal.reason)
     if match and match[1] == "class_path":
         names = dict.fromkeys(re.findall(r"'(\w+)':", refusal.value or ""))

@@ -75,8 +75,8 @@ def collate_step(
 
     Groups are first sorted by admission, so the order in which they finished does not matter. With `keep_groups_whole`
     no group is split over micro-batches. With `shares_prefixes` micro-batches are balanced by the tokens that
-    `PrefixTreePacking` computes, and larger groups are cut; with `tree_costs` only if that takes less time than
-    separate rows.
+    `PrefixTreePacking` computes, and groups larger than a micro-batch are cut; with `tree_costs` likewise, if that
+    takes less time than separate rows.
 
     Raises:
         ValueError: a rollout has branches, and a setting of the objective needs one row (`needs_single_rows`, with the

@@ -98,7 +98,7 @@ class ReplaceableEngine:
 
         Args:
             has_delivered: whether the engine in use works and has finished a completion. Until then steps may have its
-                predecessors' groups, and restarts are in a row.
+                predecessors' groups, and restarts count as in a row.
         """
         if has_delivered:
             self._restarts_in_a_row = 0

@@ -98,7 +98,7 @@ class HeldOut:
 class PromptFeed:
     """Batches of held-out prompts in order; rank r of n gets batches r, r + n, r + 2n, ...
 
-    All ranks have as many batches, some empty: Lightning skips validation on a rank without any. The length keeps
+    All ranks have equally many batches, some empty: Lightning skips validation on a rank without any. The length keeps
     Lightning from prefetching.
 
     Args:

@@ -35,7 +35,7 @@ class Scoring:
             `async` reward. None is one thread, or 64 such calls. Rewards that know their own number, such as a judge,
             use that instead.
         timeout_s: timeout of one reward.
-        tries: a prompt whose scoring fails (the reward raises or times out) so often is replaced by another, with a
+        tries: a prompt whose scoring fails (the reward raises or times out) this often is replaced by another, with a
             warning; ten in a row, without a reward in between, end the run. None ends it at the first failure.
         backoff_s: seconds before the second try; each further pause is twice as long.
         success_reward: least reward, before filters, of a success in the pass rates of prompts; None is full marks of a
@@ -133,7 +133,7 @@ class Limits:
     Args:
         rollout_timeout_s: seconds without a new token or reward, while the trainer waits and no reward or environment
             works within a limit of its own, before an engine counts as hanging; with several ranks also the seconds
-            that a rank awaited by others may make no progress (see docs/hardware.md).
+            that a rank awaited by others may go without progress (see docs/hardware.md).
         rank_timeout_s: seconds without a sign of life from a training process before it counts as dead.
         start_timeout_s: seconds in which all training processes must come together at the start.
         engine_restarts: how often in a row, without a training step in between, an engine that hangs or breaks is

@@ -393,7 +393,7 @@ def _of(settings: Any, name: str, default: Any) -> Any:
 
 
 def _count(settings: Mapping[str, Any], name: str) -> int:
-    """A number; where the source is silent, the default of a run."""
+    """A setting that is a number; where the source is silent, the default of a run."""
     return int(_of(settings, name, all_settings()[name]["default"]))
 
 

@@ -122,7 +122,7 @@ def check_template(template: str) -> None:
 
 
 def jsonl_records(path: str) -> dict[int, Mapping[str, Any]]:
-    """Reads JSON objects by line number, from 1, skipping empty lines; of an array by item number.
+    """Reads JSON objects by line number, from 1, skipping empty lines; those of an array by item number.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -193,7 +193,8 @@ def csv_records(path: str, delimiter: str) -> dict[int, Mapping[str, Any]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row has more or fewer values than the first, which has a name twice, or the file is not UTF-8.
+        ValueError: a row has more or fewer values than the first, the first has a name twice, or the file is not UTF-8
+            or not valid CSV.
     """
     file = _existing_file(path)
     records: dict[int, Mapping[str, Any]] = {}

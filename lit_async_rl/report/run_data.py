@@ -244,7 +244,7 @@ class Curves:
         return values[np.isfinite(values)]
 
     def has_all_steps(self, name: str) -> bool:
-        """Whether a metric has a value at every step, as with `log_every_n_steps: 1`."""
+        """Whether a metric has a value at every step from its first to its last, as with `log_every_n_steps: 1`."""
         steps = self._series[name][0] if name in self._series else ()
         return len(steps) > 0 and max(steps) - min(steps) < len(steps)
 

@@ -177,8 +177,8 @@ class EngineSpans:
 class EngineListener:
     """Calls an engine until it fails, polls it in a thread, and passes its completions on.
 
-    It records a failure, and another engine can take the place. A thread that hangs inside an engine is abandoned when
-    the engine is replaced, and its results are ignored.
+    It records a failure, and another engine can take over. A thread that hangs inside an engine is abandoned when the
+    engine is replaced, and its results are ignored.
 
     Args:
         engine: set up and loaded with weights.
@@ -187,7 +187,7 @@ class EngineListener:
         on_turn: called in the thread at least every `POLL_INTERVAL_S` unless the engine hangs.
         timeout_s: timeout of engine calls, see `EngineCalls`.
         vocab_size: of the policy.
-        on_given_up: likewise for each request that the engine gave up.
+        on_given_up: called as `on_completion`, for each request that the engine gave up.
         on_lost: likewise for each such sample, with its request and number.
 
     Attributes:

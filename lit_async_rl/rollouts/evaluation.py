@@ -86,7 +86,7 @@ class EvaluationResult:
 
     Attributes:
         version: of the policy when the evaluation started.
-        oldest_version: of any token; like `newest_version`, equal to `version` unless weights were updated meanwhile.
+        oldest_version: of any token; likewise `newest_version`. Both are `version` unless weights changed meanwhile.
         mean_version: over all tokens.
         metrics: `pass@1`, `pass@k`, `reward` and `cut_share`, means over all prompts; `<data set>/pass@1` and so on.
         num_unscored: prompts excluded because a completion could not be scored.

@@ -229,7 +229,7 @@ class GroupBook:
         self.requests.forget(group.requests)
 
     def reopen(self, group: GroupEntry) -> None:
-        """Undoes the finish of a group, which is finished again after a resume."""
+        """Undoes the finish of a group: it has all rewards, and is finished again after a resume."""
         group.state = GroupState.SCORING
         group.result = None
 
@@ -382,7 +382,7 @@ class SampleRequests:
         return requests
 
     def place_of(self, request_id: int, sample: int = 0) -> tuple[int, int]:
-        """Group and number there of a sample of a request; all samples are for the same group."""
+        """Group of a request's sample, and its number there; all samples are for the same group."""
         parts = self._parts.get(request_id)
         return (parts[sample].index, parts[sample].sample) if parts else (request_id, sample)
 

@@ -152,7 +152,7 @@ class FateTotals:
         num_groups: their number.
         length: sum over groups of the mean tokens per rollout; for aborted groups, of the tokens so far.
         seconds: sum of seconds from admission to the last token, or the group's end.
-        num_measured: groups with a measured pass rate of the prompt; `pass_rate`: their sum.
+        num_measured: groups with a measured pass rate of the prompt; `pass_rate`: sum of these rates.
     """
 
     num_groups: int = 0

@@ -47,7 +47,7 @@ def pack_branches(completions: Sequence[Completion]) -> dict[str, Tensor]:
 
 
 def unpack_branches(packed: dict[str, Tensor], number: int) -> list[dict[str, Any]]:
-    """Inverse of `pack_branches`: its fields of each of `number` completions."""
+    """Inverse of `pack_branches`: its fields of each of `number` completions, empty if it saved none."""
     if "branch_own" not in packed:
         return [{}] * number
     recorded = {name.removeprefix(PREFIX): values for name, values in packed.items() if name.startswith(PREFIX)}

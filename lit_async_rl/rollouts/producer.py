@@ -369,7 +369,7 @@ class Producer:
         self.listener.abort(running)
 
     def _drop_discarded(self) -> None:
-        """Drops groups of versions after `last_valid`, and unfinished ones; their prompts come again."""
+        """Drops groups of versions after `last_valid`, and those being sampled; their prompts come again."""
         if self.last_valid is None:
             return
         groups = self.book.in_state(GroupState.SAMPLING, GroupState.SCORING, GroupState.FINISHED)

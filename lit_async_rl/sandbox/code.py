@@ -81,8 +81,8 @@ class CodeReward(Rebuildable):
             `main.` and a suffix. Only Python supports cases other than standard input and output.
         extract: `fence`; or `whole`: all of the completion, for models that continue code.
         partial_credit: whether the reward is the share of cases passed; else the first failure skips the rest.
-        tests: `apart`: the trainer compares calls with plain values, other unit tests are weak; `plain`: it also
-            refuses prompts with weak tests; `together`: all unit tests run beside the program, and are weak.
+        tests: `apart`: the trainer compares calls with plain values, other unit tests are weak; `plain`: likewise, but
+            a prompt with weak tests is refused; `together`: all unit tests run beside the program, and are weak.
         compare: of standard output: `lines` (without space at the ends of lines and of the text), `tokens` (word for
             word) or `exact`.
         tolerance: with `lines` and `tokens`, greatest difference of numbers, absolute or relative; 0 compares texts.

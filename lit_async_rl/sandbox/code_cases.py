@@ -42,7 +42,7 @@ class Block:
     """A fenced code block.
 
     Attributes:
-        language: of its fence, in lower case and without synonyms; may be empty.
+        language: of its fence, in lower case and without synonyms; empty if it names none.
         code: its text.
     """
 
@@ -207,7 +207,7 @@ def _listed(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _unpacked(text: str) -> Any:
     """The JSON that LiveCodeBench packs: base64 of a compressed pickle of its text; other text as it is.
 
-    The pickle is taken apart, not loaded: that would call what it names.
+    The pickle is taken apart, not loaded: loading would call what it names.
     """
     try:
         pickled = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), MAX_UNPACKED_BYTES)

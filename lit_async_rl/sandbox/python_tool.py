@@ -178,7 +178,7 @@ class PythonEpisode(Episode):
         return Observation(text=self._tool.template.replace("{output}", await self._tool.run(code)))
 
     async def step_cut(self, completion: str) -> Observation:
-        """Ends the episode: a turn that was cut is no answer."""
+        """Ends the episode: a turn that was cut is no answer, and half a program is not run."""
         return Observation(done=True)
 
 

@@ -189,7 +189,7 @@ def _execute(code: str | ast.Module, names: dict[str, Any]) -> None:
 def _run_check(doc: dict[str, Any], names: dict[str, Any], fails: Callable[[BaseException, str], None]) -> list[bool]:
     """Runs code with `check(function)`: it passes if no exception leaves it.
 
-    A case is each `assert` statement that is reached, or without any all of it, unless it is a rest. After an exception
+    A case is each `assert` statement that is reached, or all of it if none is, unless it is a rest. After an exception
     that is no failed assertion, those not reached have failed, too.
     """
     held: dict[int, bool] = {}

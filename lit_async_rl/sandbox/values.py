@@ -1,6 +1,6 @@
 """Plain values as JSON, for the arguments of a program's functions and for what they return.
 
-Plain kinds are those of which a value can equal a literal, as expected values are. A `range` or a date equals none.
+Plain kinds are those whose values can equal a literal; expected values are literals. A `range` or a date equals none.
 """
 
 from __future__ import annotations

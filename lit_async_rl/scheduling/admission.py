@@ -396,7 +396,7 @@ class ExpiringAdmission(Admission):
         return max(0, math.floor((1 + self.ahead) * self.groups_per_round + 1e-9) - len(self._deadlines))
 
     def _is_safe(self, index: int) -> bool:
-        """True: whatever the others miss."""
+        """True: the oldest finished group is taken, whatever the others miss."""
         return True
 
     def lose(self) -> list[int]:
@@ -446,7 +446,7 @@ class Bounded(AdmissionPolicy):
     Args:
         async_ratio: at most (1 + `async_ratio`) rounds of groups are sampled or queued (ROLL Flash, arXiv:2510.11345);
             at most `max_staleness`, which is also the meaning of None.
-        redundant_groups: samples so many more groups in a round than are trained on, and aborts the slowest (ROLL
+        redundant_groups: samples this many more groups in a round than are trained on, and aborts the slowest (ROLL
             Flash).
 
     Raises:
@@ -528,7 +528,7 @@ class Retry(Drop):
 class Ring(AdmissionPolicy):
     """Sampling never pauses; a ring buffer between sampling and training drops its oldest group when full.
 
-    As in PipelineRL (arXiv:2509.19128), whose code counts lag in, and drops, single samples; here lag is in versions
+    As in PipelineRL (arXiv:2509.19128), whose code counts lag in samples and drops single ones; here lag is in versions
     and whole groups are dropped. PipelineRL's other mode, a maximum lag that pauses sampling, is `Bounded` with
     `async_ratio` = lag / samples of a step.
 

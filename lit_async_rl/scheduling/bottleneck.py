@@ -205,9 +205,9 @@ def diagnose(intervals: Intervals, settings: Settings) -> Verdict:
 class SteadyAdvice:
     """Which verdicts may advise, so that no window contradicts one before it.
 
-    Advice needs two equal windows in a row, with `MIN_SHARE` to gain. Other advice is then withheld until the share of
-    the time that trainer, engine or reward work has changed by a factor of `CHANGED`. A fresher bound is advised for
-    whole runs only, if no window asked for an older one.
+    Advice needs two windows in a row that agree, with `MIN_SHARE` to gain. Other advice is then withheld until the
+    share of the time that trainer, engine or reward work has changed by a factor of `CHANGED`. A fresher bound is
+    advised for whole runs only, if no window asked for an older one.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ def check_range(owner: str, rule: str, **settings: int | float | None) -> None:
         settings: values by name of the setting.
 
     Raises:
-        ValueError: names setting, rule and value.
+        ValueError: a value is out of range; names setting, rule and value.
     """
     is_integer = rule.startswith("integer")
     rule = rule.removeprefix("integer").strip()
@@ -220,7 +220,7 @@ def _shown(value: object) -> str:
 
 
 def check_token_shape(owner: str, name: str, values: object, shape: tuple[int, ...]) -> None:
-    """Refuses values of a custom component that are not of shape (B, T) and would be broadcast without an error.
+    """Refuses values of a custom component that are not of shape (B, T); they would be broadcast without an error.
 
     Args:
         owner: setting and class of the component, such as `model.loss=MyLoss`.

@@ -121,7 +121,7 @@ class PinnedArena:
 
 
 def _register(memory: Tensor) -> bool:
-    """Pins memory; whether that was possible. Else copies are slower."""
+    """Pins memory; whether that was possible. Else copies are correct, but slower."""
     if not torch.cuda.is_available():
         return False
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))

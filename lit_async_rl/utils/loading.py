@@ -13,7 +13,7 @@ LIBRARIES = "torch, lightning and transformers"
 
 @contextlib.contextmanager
 def loading(what: str = LIBRARIES) -> Iterator[None]:
-    """Context of such imports: announces them on stderr, in one process per machine.
+    """Context of imports that take seconds: announces them on stderr, in one process per machine.
 
     Garbage collection, a fifth of their time, is off: it would look at millions of objects that imports make and keep.
     """

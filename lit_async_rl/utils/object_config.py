@@ -154,7 +154,7 @@ def _class_path(value: Any) -> dict[str, Any]:
 
 
 def _public_class(value: Any) -> type:
-    """The class of an object, or of a private one the first base."""
+    """The class of an object, or its first base if that class is private."""
     for kind in type(value).__mro__[:2]:
         if kind.__module__.startswith(PACKAGE_PREFIX) and not kind.__name__.startswith("_"):
             return kind

@@ -34,7 +34,7 @@ def check_last_is_saved(trainer: AnyTrainer) -> None:
 
 
 def what_is_saved(trainer: AnyTrainer) -> str:
-    """Text with the newest checkpoint, its step, and the number of steps lost behind it."""
+    """Text with the newest checkpoint, its step, and the number of steps lost after it."""
     checkpoint_io: Any = trainer.strategy.checkpoint_io
     newest = checkpoint_io.newest
     step = checkpoint_io.unwritten.step

@@ -34,7 +34,7 @@ def wants_traceback() -> bool:
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """Frames of the user's own code, of the first error of a chain that has any.
+    """Frames of the user's own code, of the first error of a chain that has any; None if none has.
 
     Only code that this package has called, not a script that gave it a wrong setting.
     """
@@ -55,7 +55,7 @@ def explains_itself(error: BaseException) -> bool:
 
 
 def user_line(error: BaseException) -> str:
-    """File, line, function and source of the user's code that raised an error, as in a traceback; may be empty."""
+    """File, line, function and source of the user's code that raised an error, as in a traceback; empty if none."""
     frames = list(_frames(user_traceback(error)))
     return _shown(frames[-1].tb_frame, frames[-1].tb_lineno) if frames else ""
 
