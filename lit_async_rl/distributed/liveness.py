@@ -57,7 +57,7 @@ class Report:
     Attributes:
         place: number of milestones passed.
         idle_s: seconds without progress, excluding time in which the process was stopped.
-        limit_s: of `idle_s` in this phase; infinite if the wait has its own timeout.
+        limit_s: limit of `idle_s` in this phase; infinite if the wait has its own timeout.
         phase: of the run.
         where: function being executed.
         is_in_torch: whether that function is torch's, which may be waiting for other ranks.
@@ -114,7 +114,7 @@ class Progress:
         self._place += 1
 
     def align(self, phase: str, limit_s: float | None = None) -> None:
-        """Passes a milestone at which all ranks exchange data, and aligns their counts."""
+        """Passes a milestone at which all ranks exchange data, and aligns their counts of milestones."""
         self._place += _MILESTONES_PER_EXCHANGE - 1 - self._place % _MILESTONES_PER_EXCHANGE
         self.reach(phase, limit_s)
 
@@ -134,7 +134,7 @@ class Progress:
             self.report_progress()
 
     def over(self, items: Iterable[Item], phase: str) -> Iterator[Item]:
-        """Iterates over items of a collective, each a milestone. The caller's phase resumes in between."""
+        """Iterates over items that a collective yields, each a milestone. The caller's phase resumes in between."""
         iterator = iter(items)
         while True:
             outside = self._phase
@@ -150,7 +150,7 @@ class Progress:
     # -- watch thread -------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """The current state; intervals between calls above `MAX_GAP_S` count as a stopped process.
+        """The current state; intervals above `MAX_GAP_S` between calls count as a stopped process.
 
         Not a `Wait`: another thread waits, and rank 0 compares the seconds of all ranks.
         """

@@ -20,7 +20,7 @@ def data_parallel(trainer: AnyTrainer) -> tuple[int, int]:
 
 
 def num_copies(trainer: AnyTrainer) -> int:
-    """Ranks of one tensor-parallel group, which train on the same data: a sum over all ranks counts all so often."""
+    """Number of ranks in a tensor-parallel group, which share their data: a sum over all ranks counts all so often."""
     return int(trainer.world_size) // data_parallel(trainer)[0]
 
 

@@ -87,7 +87,7 @@ def kill_actor(ray: Any, actor: Any, is_for_good: bool) -> None:
 def log_of(ray: Any, place: Mapping[str, Any]) -> str:
     """The last lines of an actor's log, for a message; empty where there are none.
 
-    `place` is one of `logs.read_place`.
+    `place` is a result of `logs.read_place`.
     """
     if not place:
         return ""

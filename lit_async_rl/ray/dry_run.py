@@ -128,8 +128,8 @@ def connected_with_room(cluster: ClusterSettings, *, uses_gpus: bool = False) ->
 def await_room(ray: Any, cluster: ClusterSettings, *, uses_gpus: bool) -> None:
     """Waits until a cluster has enough for a run to begin, even if others use it at the moment.
 
-    Meanwhile it asks an autoscaler for what is lacking, because placement groups come later. It does not wait on this
-    machine alone, where no node joins. With `uses_gpus`, a rank gets a GPU by default if the cluster has some.
+    Meanwhile it asks an autoscaler for what the run needs, because placement groups come later. It does not wait on
+    this machine alone, where no node joins. With `uses_gpus`, a rank gets a GPU by default if the cluster has some.
 
     Raises:
         SetupError: it has not enough after `cluster.start_timeout_s`; names setting and numbers.
@@ -214,7 +214,7 @@ def described(cluster: ClusterSettings, roles: Sequence[Role], nodes: Sequence[N
 
 
 def print_dry_run(cluster: ClusterSettings, *, uses_gpus: bool) -> None:
-    """Prints what would be placed where; `uses_gpus` as of `await_room`.
+    """Prints what would be placed where; for `uses_gpus` see `await_room`.
 
     Raises:
         SetupError: the cluster cannot hold it, or is not reachable.

@@ -232,8 +232,8 @@ class RayEngine(EngineWrapper):
         """Puts the weights into the object store once, and has all replicas load them.
 
         In flight, the trainer does not wait for them: a replica samples later requests only after it has accepted these
-        weights, and its samples count once its checksums have come. A replica that has not even accepted the previous
-        weights gets no requests until it has caught up.
+        weights, and samples from them count once its checksums have come. A replica that has not even accepted the
+        previous weights gets no requests until it has caught up.
 
         Raises:
             EngineError: the object store is full, or no replica is left.

@@ -102,7 +102,7 @@ class Assignment:
     def fault(
         self, completion: Completion, *, newest: int, vocab_size: int, max_model_len: int, is_partial: bool
     ) -> str:
-        """Fault in a completion, numbered as its replica does, with versions up to `newest`; empty if it is valid."""
+        """Fault in a completion with the replica's numbers and versions up to `newest`; empty if it is valid."""
         position = completion.sample_index
         num_samples = len(self.part.samples)
         if type(position) is not int or not 0 <= position < num_samples:
@@ -219,7 +219,7 @@ class ReplicaEntry(ReplicaProcess):
     def fail(self, reason: str, is_running: bool) -> None:
         """Counts a loss, whose `reason` completes "replica 3 ...".
 
-        With `is_running`, the process did wrong, rather than just end.
+        With `is_running`, the process did wrong, and did not just end.
         """
         self.why = reason
         self.num_failures += 1
@@ -233,7 +233,7 @@ class ReplicaEntry(ReplicaProcess):
         vars(self).update(vars(ReplicaProcess()))
 
     def skip(self, seconds: float) -> None:
-        """Excludes a while in which nobody could hear it from its times."""
+        """Excludes from its times a while in which nobody could hear it."""
         self.began = self.began and self.began + seconds
         self.heard += seconds
         self.answered += seconds

@@ -19,8 +19,8 @@ The life of a replica:
         v
     GIVEN_UP   the run goes on with the others; without any the engine fails, with the last reason
 
-After a while others continue what a replica holds that is silent, or LOADING again (`_move_on`): from its tokens so
-far, if it answers.
+After a while, others continue the requests of a replica that is silent, or LOADING again (`_move_on`): from its tokens
+so far, if it answers.
 
 Only `turn` waits here; `engine.py` has the interface of an engine and the waits of its callers.
 """
@@ -195,7 +195,7 @@ class Fleet:
                     self.fall_behind(entry)
 
     def take_probe(self, probe: Probe) -> None:
-        """Has the replicas that wait for it prove what they compute, and those that still load later."""
+        """Has the replicas that wait for it prove what they compute, and later those that still load."""
         with self.lock:
             if probe.version != self.weights.version:
                 return

@@ -59,7 +59,7 @@ def describe_model(model: str) -> dict[str, Any]:
 
 
 def find_other_model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """Difference of a replica's `describe_model`, in words that follow its name; empty if there is none."""
+    """Difference of a replica's `describe_model` from ours, in words that follow its name; empty if there is none."""
     if found["package"] != expected["package"]:
         return (
             f"runs lit-async-rl {found['package']}, the trainer {expected['package']}: install the same version there"

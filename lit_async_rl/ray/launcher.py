@@ -103,7 +103,7 @@ class _EndedAtOnce(Exception):
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """Signals that ask for the run's end, in order, instead of ending the process; only the main thread gets any."""
+    """Signals that ask for the run's end, in order; they do not end the process. Only the main thread gets any."""
     received: list[int] = []
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -212,7 +212,7 @@ class _Run:
             remove_placement_group(group)
 
     def _start(self, actors: Sequence[Any], attempt: int, cause: Ended | None) -> Start:
-        """Starts the process of each rank, on actors in any order; `cause` is the end of a rank before, if any."""
+        """Starts the process of each rank, on actors in any order; `cause` is the end that led to it, if any."""
         cwd = os.getcwd()
         folder = self._ask("folder")
         spots = self._answers([actor.spot.remote(cwd, folder) for actor in actors])
@@ -327,7 +327,7 @@ class Start:
     Args:
         ray: the module, connected.
         placed: actor and spot of each rank.
-        received: as of `_Run.until_the_end`.
+        received: see `_Run.until_the_end`.
         screen: for their output.
 
     Attributes:
@@ -458,7 +458,7 @@ def _variables() -> dict[str, str]:
 
 
 class Screen:
-    """Shows the ranks' output: that of rank 0 as it is, and new lines of the others with their rank."""
+    """Shows the ranks' output: that of rank 0 as it is, and other ranks' lines, unless seen before, with their rank."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -466,7 +466,7 @@ class Screen:
         self._rests: dict[tuple[int, Stream], str] = {}
 
     def show(self, said: list[Said], is_last: bool = False) -> None:
-        """Prints new output in its order; with the last of a start, waiting and unfinished lines, too."""
+        """Prints new output in its order; if it `is_last` of a start, waiting and unfinished lines, too."""
         now = time.monotonic()
         for rank, stream, text in said:
             if rank == 0:

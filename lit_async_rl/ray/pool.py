@@ -325,7 +325,7 @@ class ActorPool(ABC):
             process: that has started.
             method: of its actor.
             args: plain data.
-            check: fault in an answer, which loses the process; empty if valid.
+            check: returns the fault in an answer, which loses the process; empty if valid.
             begun: called when the work begins and when it gets on, for a method that yields then; None for all others.
 
         Raises:

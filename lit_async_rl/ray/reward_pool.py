@@ -80,7 +80,7 @@ class RewardPool(ActorPool):
     Args:
         settings: of the pool.
         parts: rewards of single completions by name.
-        calls: concurrent ones of plain rewards in one actor.
+        calls: concurrent calls of plain rewards in one actor.
         workers: concurrent calls of an `async` reward in all actors together, see `data.scoring.workers`.
         timeout_s: `data.scoring.timeout_s`, of each call of an actor.
 

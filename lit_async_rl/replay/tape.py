@@ -415,7 +415,7 @@ class Tape:
         return len(self._files)
 
     def steps(self, first_step: int = 0) -> Iterator[TapeStep]:
-        """Iterates over the steps in order, with one file in memory.
+        """Iterates over the steps in order, with one file at a time in memory.
 
         Raises:
             ValueError: a file is damaged, or a step was sampled with other settings than `sampling`.
@@ -426,7 +426,7 @@ class Tape:
             yield from (self._checked(step) for step in _steps_of(file) if step.step >= first_step)
 
     def evenly_spaced_steps(self, max_steps: int) -> Iterator[TapeStep]:
-        """First steps of at most `max_steps` evenly spaced files, the last file among them."""
+        """The first step of each of at most `max_steps` evenly spaced files, the last file among them."""
         parts = min(max_steps, len(self._files))
         for number in sorted({round(n * (len(self._files) - 1) / max(1, parts - 1)) for n in range(parts)}):
             yield from map(self._checked, _steps_of(self._files[number], only_first=True))
@@ -510,8 +510,8 @@ def read_file(file: TapeFile) -> pa.Table:
 class TapeWriter:
     """Appends steps to a tape.
 
-    Nothing is lost on a full disk: it logs a warning, and keeps the rows in memory until the next step. At the end
-    `close` waits for space.
+    Nothing is lost on a full disk: it logs a warning, and keeps the rows in memory, to be written with the next step.
+    At the end `close` waits for space.
 
     Args:
         folder: of the tape, created if missing.

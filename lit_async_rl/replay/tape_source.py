@@ -135,7 +135,7 @@ class Replay:
         return {TAPE: {"first_step": self._first_step, "num_groups": num_groups}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues at a saved position, in groups: steps of tape and trainer may differ in size."""
+        """Continues at a saved position, counted in groups: steps of tape and trainer may differ in size."""
         if position := state.get(TAPE):
             self._first_step = position["first_step"]
             self._steps = self._tape.steps(self._first_step)

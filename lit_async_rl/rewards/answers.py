@@ -119,9 +119,9 @@ class Answer:
     Attributes:
         math: LaTeX without the unit, to be compared as a value; None for words.
         number: value of a number, quantity or percentage, without unit and percent sign; None for anything else.
-        unit: unit or currency as written, also of a formula.
+        unit: unit or currency as written, also of a formula; None without one.
         is_percentage: whether it has a percent sign: 50% equals both 50 and 1/2.
-        words: normalised text, to be compared as such; None for mathematics.
+        words: normalised text, to be compared as a string; None for mathematics.
     """
 
     math: str | None = None
@@ -335,7 +335,7 @@ def announced_formula(completion: str) -> str | None:
     r"""The formula on the rest of the line behind the last `answer is`, `answer:` or `####`.
 
     None without one: with words beside it (`x + 1, not x + 2`), in a question, or if a box or LaTeX's delimiters show
-    it. Nor are three numbers with colons one, which would be read as a quotient of quotients.
+    it. Three numbers with colons are none, either: they would be read as a quotient of quotients.
     """
     _, *announced = _ANNOUNCED.split(completion[-MAX_TEXT_CHARS:].replace("**", ""))
     if not announced or "\\boxed" in completion:
@@ -456,7 +456,7 @@ def final_choice(completion: str) -> str:
 
 
 def normal_words(text: str) -> str:
-    """Lower case, single spaces, no surrounding markup, quotes and punctuation; a choice becomes its letter."""
+    """Lower case, single spaces, no surrounding markup, quotes or punctuation; a choice becomes its letter."""
     text = " ".join(text.replace("\\", " ").replace("**", " ").replace("$", " ").split()).casefold()
     text = re.sub(r"(?<=\d)(?::00)?\s*([ap])\.?\s?m\b\.?", r" \1m", text)  # 9:00 a.m. becomes 9 am
     text = text.strip(" .,;:!?\"'`*_")

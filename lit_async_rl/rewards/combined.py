@@ -44,8 +44,8 @@ class CombinedReward:
             letters, digits, `_` and `-`.
         weights: weight of each part in the sum; 1 by default.
         combine: `sum`: sum over the parts of weight times reward. `product`: product of the parts, without weights.
-        gates: minimum rewards of some parts; if one is not reached, all parts without a gate count as 0. Conditioned
-            rewards of GDPO, arXiv:2601.05242, section 3.
+        gates: minimum rewards of some parts; if one is not reached, all parts without a gate count as 0 in the
+            combination. Conditioned rewards of GDPO, arXiv:2601.05242, section 3.
         success: part compared with the success threshold, for pass@k and pass rates; None is the only grader among the
             parts, or else the combined reward.
 
@@ -109,8 +109,8 @@ class CombinedReward:
 
         Returns:
             The score, or a function that calls the `async` parts in an event loop. It calls its argument `begun` when
-            the last of them begins to work, and whenever one with its own queue calls its `begun` again later: waiting
-            for a turn is no time of the call.
+            the last of them begins to work, and whenever one with its own queue calls its `begun` again later: the time
+            of the call does not include waiting for a turn.
 
         Raises:
             RewardError: see `__call__`.

@@ -61,7 +61,7 @@ class Seen:
         special_tokens: share of completions with a special token before their end.
         group_std: standard deviation of rewards within a group.
         answer: part of the reward compared with the success threshold.
-        parts: the others.
+        parts: other parts of the reward.
     """
 
     length: float

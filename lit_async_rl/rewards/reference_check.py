@@ -104,9 +104,9 @@ def _short(answer: str | None) -> str:
 
 
 class ReferenceCheck:
-    """Checks a grader in a separate thread, and logs one warning about wrong grades; never ends a run.
+    """Checks graders in a separate thread, and logs one warning per grader and source with wrong grades; ends no run.
 
-    Other rewards are not called. A call of an `async` one may take `timeout_s` seconds.
+    Other rewards are not called. A call of an `async` grader may take `timeout_s` seconds.
     """
 
     def __init__(self, reward: Any, timeout_s: float = 60.0) -> None:

@@ -1,8 +1,8 @@
 """Scoring of completions, with a timeout: in worker threads, or for an `async` reward in one event loop.
 
 Workers wait for jobs (`submit` and `close` wake them); no thread waits for a worker. The producer thread calls `check`
-in each iteration, which raises their errors. They are daemon threads, so that a hanging reward cannot keep the process
-alive. For an `async` reward, which has none, see `async_calls`.
+in each iteration, which raises their errors. Workers are daemon threads, so that a hanging reward cannot keep the
+process alive. For an `async` reward, which has none, see `async_calls`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Awaiter(ReplaceableLoop):
     """Runs awaitables of a reward in one event loop, so that all waiting threads can share a client (an HTTP session).
 
     Args:
-        timeout_s: time limit of each, in seconds.
+        timeout_s: time limit of each awaitable, in seconds.
         reward: for messages.
     """
 
@@ -213,10 +213,11 @@ class Scorer:
         group: int | None = None,
         token_ids: Sequence[int] = (),
     ) -> None:
-        """Scores in the background: the worker calls `done(reward)`, or `give_up()` after the last failed attempt.
+        """Scores in the background: calls `done(reward)`, or `give_up()` after the last failed attempt.
 
-        `is_wanted` is called before each attempt; False drops the job. `group` is its number in the timeline.
-        `token_ids` of the completion are for rewards with a parameter of that name.
+        The worker calls them, for an `async` reward the filing thread, and after a timeout `check`. `is_wanted` is
+        called before each attempt; False drops the job. `group` is the group's number, for the timeline. `token_ids` of
+        the completion are for rewards with a parameter of that name.
         """
         self._put(
             _Job(prompt, (completion,), done, give_up=give_up, is_wanted=is_wanted, group=group, token_ids=token_ids)
@@ -236,7 +237,7 @@ class Scorer:
         is_wanted: Callable[[], bool] = lambda: True,
         group: int | None = None,
     ) -> None:
-        """As `submit`, for a reward that `scores_groups`: all completions of a prompt."""
+        """As `submit`, for a reward that `scores_groups`: all completions of a prompt, in one call."""
         self._put(
             _Job(prompt, tuple(completions), done, give_up=give_up, is_wanted=is_wanted, group=group, is_group=True)
         )

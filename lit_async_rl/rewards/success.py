@@ -127,7 +127,7 @@ class CutWatch:
         self._has_warned = False
 
     def warn_once(self, share: float, max_tokens: int) -> None:
-        """Logs the warning if it is due, and was not logged before."""
+        """Logs the warning if more than half are cut, and it was not logged before."""
         if share <= 0.5 or self._has_warned:
             return
         self._has_warned = True

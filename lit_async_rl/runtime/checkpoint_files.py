@@ -33,7 +33,7 @@ _verified_files: dict[str, tuple[tuple[int, int, int], Any]] = {}
 
 
 class DigestWriter:
-    """Writer of an empty binary file that computes a digest of all bytes written."""
+    """Writer for an empty binary file; computes a digest of all bytes written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

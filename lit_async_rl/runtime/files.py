@@ -90,7 +90,7 @@ class FolderLock:
         beside: put the lock file next to the folder if possible, for programs that expect an empty folder.
 
     Raises:
-        OSError: another process holds the lock; names it.
+        OSError: another process holds the lock; names that process.
     """
 
     def __init__(self, folder: str | Path, what: str, beside: bool = False) -> None:
@@ -219,7 +219,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def _errno_in(message: str) -> int | None:
-    """Number in an I/O error of Rust, as of safetensors."""
+    """Number in an I/O error of Rust, as safetensors raises it."""
     found = re.search(r"\(os error (\d+)\)", message)
     return int(found[1]) if found else None
 

@@ -132,7 +132,7 @@ def feed(
 
 
 def _begin(function: Callable[[], Any], replies: SimpleQueue[Any]) -> SimpleQueue[Any]:
-    """Calls a function in a worker, with this thread's grad mode and current device."""
+    """Calls a function in a worker, with this thread's grad mode and current device, which are thread-local."""
     grad = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -167,7 +167,7 @@ def _result(reply: _Reply) -> Any:
 
 
 class LastKnown(Generic[T]):
-    """Value of a function that may hang, or else its last value, at first the given one."""
+    """Value of a function that may hang; while it does, its last value, at first `value`."""
 
     def __init__(self, function: Callable[[], T], value: T) -> None:
         self._function = function

@@ -34,7 +34,7 @@ def _end_with_parent(parent: int, end: Callable[[], NoReturn]) -> bool:
     """Calls `end` as soon as the parent ends, whatever becomes of the thread that has started this process.
 
     The handler of the kernel's signal, which is late while a library holds the interpreter, looks whose child this is.
-    Only for the main thread; Linux only, as `die_with_parent`, whose result it returns.
+    Only for the main thread. Linux only, with the same result as `die_with_parent`.
     """
 
     def look(*_: object) -> None:

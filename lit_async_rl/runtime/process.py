@@ -55,7 +55,7 @@ class ChildEnded(RuntimeError):
 
 
 class InvalidMessage(ValueError):
-    """A process has sent something else than a message, too much, or the answer to another question."""
+    """A process has sent something other than a message, too much, or the answer to another question."""
 
 
 # -- Messages ----------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Channel:
 
     @classmethod
     def of_parent(cls) -> Channel:
-        """Connection to the process that has started this one as a `Child`; empties standard input."""
+        """Connection to the process that has started this one as a `Child`; standard input is empty afterwards."""
         end = socket.socket(fileno=os.dup(0))
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -220,7 +220,7 @@ os.register_at_fork(after_in_child=partial(_STARTER.__init__, 1, name="process-s
 
 
 def start_process(make: Callable[[], T]) -> T:
-    """Returns or raises what `make` does, in the thread that starts processes.
+    """Calls `make` in the thread that starts processes, and returns or raises what it does.
 
     Raises:
         ChildEnded: it took longer than `START_TIMEOUT_S`.
@@ -232,7 +232,7 @@ def start_process(make: Callable[[], T]) -> T:
 
 
 def environment() -> dict[str, str]:
-    """Environment for another process that imports what this one can."""
+    """This process's environment, for another that imports what this one can."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 

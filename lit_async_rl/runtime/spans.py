@@ -92,7 +92,7 @@ def start_recording(pid: int = 0, offset_s: float = 0.0) -> SpanRecorder:
     """Switches this process's recorder on.
 
     Args:
-        pid: this process in the timeline, its rank.
+        pid: number of this process in the timeline, its rank.
         offset_s: seconds added to this machine's clock.
     """
     global _recorder

@@ -137,9 +137,9 @@ class Mixture:
 
     Args:
         sources: encoded.
-        weights: as of `SFTDataModule`.
+        weights: see `SFTDataModule`.
         seed: of the permutations, one for each source and epoch of it.
-        shuffle: as of `SFTDataModule`.
+        shuffle: see `SFTDataModule`.
     """
 
     def __init__(
@@ -418,7 +418,7 @@ class SFTDataModule(pl.LightningDataModule):
         return self._base[1] + (step - self._base[0]) * self.samples_per_step
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the order of the rows, and the order's settings."""
+        """Position in the order of the rows, and what that order depends on."""
         step = self._used_trainer.global_step
         return {
             "step": step,

@@ -83,7 +83,7 @@ class RowEncoder:
         return Row(ids=ids, trains=trains).cut(int(np.flatnonzero(trains)[-1]) + 1)
 
     def _of_text(self, prompt: Prompt) -> list[tuple[Sequence[int], bool]]:
-        """A prompt, with its tokens in RL, and its completion with the token that ends a text; see `_after`."""
+        """A prompt, tokenised as in RL, and its completion with the token that ends a text; see `_after`."""
         if prompt.answer is None:
             raise ValueError("the record has a prompt, but no completion")
         if not prompt.answer:
