@@ -8,7 +8,7 @@ requests to them.
 |---|---|---|
 | `poll` (producer's thread) | the next answer of any replica, at most its timeout | Ray |
 | `load_weights` in flight (trainer's thread) | the first replica that has accepted the weights before these | Ray |
-| `load_weights` otherwise, and the first one | the first replica, and `OTHERS_S` for the others | Ray |
+| `load_weights` otherwise, and the first one | the first replica, then at least `OTHERS_S` for the others | Ray |
 | `setup` | `min_replicas`, at most `startup_timeout_s` | Ray |
 
 Each of these waits handles every answer that comes (`Fleet.turn`).
@@ -276,9 +276,10 @@ class RayEngine(EngineWrapper):
                     fleet.lose(entry, "did not free its memory, which the trainer needs")
 
     def _await_acceptance(self, what: str, others_s: float) -> None:
-        """Waits for a replica to accept what it was sent, and `others_s` for the others, which are then behind.
+        """Waits for a replica to accept what it was sent, then for the others, which are behind afterwards.
 
-        If none accepts it within the limit, all are lost.
+        The others get `others_s`, or `SHARE_FOR_OTHERS` of the time that the first one took if that is longer. If none
+        accepts it within the limit, all are lost.
         """
         fleet = self._fleet
         began = clock.now()
@@ -406,7 +407,7 @@ class RayEngine(EngineWrapper):
     # -- more or fewer replicas ---------------------------------------------------------------------------------------
 
     def resize(self, replicas: int) -> None:
-        """Starts further replicas, or ends some after their running requests.
+        """Starts further replicas, or ends some after all requests that they hold.
 
         Raises:
             ValueError: there must be at least one.

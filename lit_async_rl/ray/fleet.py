@@ -289,7 +289,7 @@ class Fleet:
     # -- more or fewer ------------------------------------------------------------------------------------------------
 
     def resize(self, replicas: int) -> None:
-        """Starts further replicas, or ends some after their running requests."""
+        """Starts further replicas, or ends some after all requests that they hold."""
         with self.lock:
             staying = [entry for entry in self.entries if not entry.is_draining]
             for entry in [one for one in self.entries if one.is_draining][: max(0, replicas - len(staying))]:
@@ -526,10 +526,11 @@ class Fleet:
     def lose(
         self, entry: ReplicaEntry, reason: str, *, is_running: bool = True, failure: Mapping[str, str] | None = None
     ) -> None:
-        """Removes a replica; others sample what it has not finished, and Ray starts it again. The lock is held.
+        """Removes a replica; others sample what it has not finished. The lock is held.
 
-        `reason` completes "replica 3 ...", and `failure` is an error of its engine as plain data. With `is_running`,
-        its process may still run, and is killed.
+        Ray starts it again, unless it drains, has failed too often, or its engine failed before any was ready. `reason`
+        completes "replica 3 ...", and `failure` is an error of its engine as plain data. With `is_running`, its process
+        may still run, and is killed.
         """
         was_in = entry.state in (State.READY, State.LOADING)
         is_new = entry.left is None  # else its failure says nothing about a new process

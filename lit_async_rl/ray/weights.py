@@ -243,7 +243,10 @@ class GivenWeights:
         self._sums = {v: sums for v, sums in self._sums.items() if v >= oldest} | {table.version: table.sums}
 
     def verify(self, entry: ReplicaEntry, version: int, sums: Mapping[str, int]) -> str:
-        """Takes the checksums that a replica reports of a version; returns their fault, empty if none."""
+        """Takes the checksums that a replica reports of a version; returns their fault, empty if none is found.
+
+        A version whose sums newer weights have replaced is neither compared nor counted as verified.
+        """
         if version > self.version:
             return f"reports weights of version {version}, which were never sent"
         entry.sums |= sums
