@@ -167,7 +167,9 @@ def gigabytes(configuration, capsys, *more):
     configuration.write_text(text.replace("model: {", "".join(["model: {", *more]), 1))
     plan.main([str(configuration), "--devices", "1", "--device", "b200"])
     configuration.write_text(text)
-    found = re.findall(r"^  (training|an engine|a reference|a teacher|together) +([\d.]+) GB", capsys.readouterr().out, re.M)
+    found = re.findall(
+        r"^  (training|an engine|a reference|a teacher|together) +([\d.]+) GB", capsys.readouterr().out, re.M
+    )
     return {name: float(value) for name, value in found}
 
 
