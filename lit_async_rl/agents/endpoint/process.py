@@ -149,7 +149,7 @@ class _Place:
 async def _started(name: str, agent: bytes) -> AsyncIterator[_Worker]:
     """A process that has imported the agent; killed at the end."""
     child = Child([sys.executable, "-m", _PLAYER], name=f"agent {name}", is_guarded=True)
-    worker = _Worker(name, child, *await asyncio.open_connection(sock=child.socket))
+    worker = _Worker(name, child, *await child.streams())
     try:
         await worker.start(agent)
         yield worker
