@@ -189,7 +189,7 @@ def tests_of(file: str) -> list[str]:
     for test in sorted((ROOT / "tests").rglob("test_*.py")):
         text = test.read_text()
         place = str(test.relative_to(ROOT))
-        is_near = place.startswith(f"tests/{folder}/")
+        is_near = place.startswith((f"tests/{folder}/", f"tests/with_{folder}/"))
         is_named = module in text or module.replace("callbacks.", "lit_async_rl.callbacks.", 1) in text
         rank = 4
         if test.stem.startswith(f"test_{path.stem}"):

@@ -101,7 +101,8 @@ def event_loops(tree: ast.Module, module: str) -> Iterator[ast.Call]:
 # -- threads, processes, sockets and frames ---------------------------------------------------------------------------
 
 
-STARTERS = {
+STARTERS = {  # by full name
+    # not `asyncio.to_thread` and `run_in_executor`: their threads are of the pool that `runtime.loop` gives a loop
     "thread": (
         *("threading.Thread", "threading.Timer", "_thread.start_new_thread"),
         "concurrent.futures.ThreadPoolExecutor",
@@ -109,25 +110,43 @@ STARTERS = {
     "process": (
         *("subprocess.Popen", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"),
         *("asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "os.fork", "os.system", "os.popen"),
-        *("os.posix_spawn", "os.posix_spawnp", "multiprocessing.Process", "multiprocessing.Pool"),
-        *("multiprocessing.get_context", "concurrent.futures.ProcessPoolExecutor"),
+        *("os.posix_spawn", "os.posix_spawnp", "os.execl", "os.execle", "os.execlp", "os.execlpe"),
+        *("os.execv", "os.execve", "os.execvp", "os.execvpe"),
+        *("multiprocessing.Process", "multiprocessing.Pool", "multiprocessing.get_context"),
+        *("torch.multiprocessing.Process", "torch.multiprocessing.Pool", "torch.multiprocessing.get_context"),
+        *("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"),
+        "concurrent.futures.ProcessPoolExecutor",
     ),
     "socket": (
         *("socket.socket", "socket.socketpair", "socket.create_connection", "socket.create_server", "os.pipe"),
-        *("asyncio.start_server", "asyncio.open_unix_connection", "http.server.HTTPServer"),
-        "http.server.ThreadingHTTPServer",
+        *("asyncio.open_connection", "asyncio.open_unix_connection"),
+        *("asyncio.start_server", "asyncio.start_unix_server"),
+        *("http.server.HTTPServer", "http.server.ThreadingHTTPServer"),
+        *("socketserver.TCPServer", "socketserver.ThreadingTCPServer", "socketserver.UnixStreamServer"),
+        *("socketserver.UDPServer", "socketserver.ThreadingUDPServer", "socketserver.UnixDatagramServer"),
+        *("http.client.HTTPConnection", "http.client.HTTPSConnection"),
+        *("urllib.request.urlopen", "urllib.request.urlretrieve"),
+        *("uvicorn.run", "uvicorn.Server", "grpc.insecure_channel", "grpc.secure_channel"),
+        *("grpc.aio.insecure_channel", "grpc.aio.secure_channel"),
     ),
     "frame": ("struct.pack", "struct.pack_into", "struct.unpack", "struct.unpack_from", "struct.Struct"),
+}
+LOOP_STARTERS = {  # methods of an event loop
+    **dict.fromkeys(("subprocess_exec", "subprocess_shell"), "process"),
+    **dict.fromkeys(("create_server", "create_unix_server", "create_connection", "create_unix_connection"), "socket"),
+    "create_datagram_endpoint": "socket",
 }
 RUNTIME = ("lit_async_rl", "callbacks")  # packages that start and frame in one place
 RUNTIME_PLACE = "lit_async_rl.runtime"
 STARTING_MODULES = {  # what each of them starts all the same, and the reason
+    "lit_async_rl.agents.endpoint.app": ("socket", "uvicorn's server, on a socket of `ports`, in a `LoopThread`"),
+    "lit_async_rl.ray.security": ("socket", "asks a head node in gRPC, which is Ray's protocol, before a start of Ray"),
     "lit_async_rl.ray.supervise": ("process", "an actor of Ray starts a rank, whose output its event loop reads"),
     "lit_async_rl.report.server": ("socket", "serves a page, with the standard library alone"),
     # a sandbox: its warden imports nothing of the package
     "lit_async_rl.sandbox.kernel": ("frame", "structures of system calls"),
     "lit_async_rl.sandbox.processes": ("process socket", "a warden, started by the lasting thread, and its connection"),
-    "lit_async_rl.sandbox.programs": ("socket", "a program of a sandbox answers its warden"),
+    "lit_async_rl.sandbox.programs": ("process socket", "a sandbox's process becomes a program, or answers its warden"),
     "lit_async_rl.sandbox.room": ("process socket", "a warden builds its room"),
     "lit_async_rl.sandbox.warden": ("process socket", "a warden forks for each program"),
 }
@@ -149,8 +168,11 @@ def starts(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
         for use in uses:
             first, _, rest = ast.unparse(use).partition(".")
             name = f"{imported.get(first, first)}.{rest}".rstrip(".")
+            method = use.attr if isinstance(use, ast.Attribute) else ""
             if name in kinds:
                 yield use.lineno, kinds[name], name
+            elif method in LOOP_STARTERS:
+                yield use.lineno, LOOP_STARTERS[method], method
 
 
 def starts_elsewhere(tree: ast.Module, module: str) -> Iterator[tuple[int, str]]:

@@ -84,6 +84,24 @@ STARTS = [
     "import socket\nours, theirs = socket.socketpair()",
     "import http.server\nclass Page(http.server.HTTPServer):\n    pass",
     "import struct\nstruct.pack('>Q', 1)",
+    "import asyncio\nasync def f():\n    await asyncio.open_connection('host', 1)",
+    "import asyncio\nasync def f():\n    await asyncio.start_server(f, 'host', 1)",
+    "import asyncio\nasync def f():\n    await asyncio.get_running_loop().create_server(f)",
+    "async def f(loop):\n    await loop.create_connection(f)",
+    "class C:\n    async def f(self):\n        await self.loop.subprocess_exec(f, 'true')",
+    "from socketserver import ThreadingTCPServer\nclass Page(ThreadingTCPServer):\n    pass",
+    "from http.server import ThreadingHTTPServer\nThreadingHTTPServer(('', 0), None)",
+    "from urllib.request import urlopen\nurlopen('http://host')",
+    "import urllib.request\nurllib.request.urlopen('http://host')",
+    "import http.client\nhttp.client.HTTPConnection('host')",
+    "import torch.multiprocessing as mp\nmp.spawn(f)",
+    "from torch import multiprocessing\nmultiprocessing.get_context('spawn')",
+    "import uvicorn\nuvicorn.run(f)",
+    "import uvicorn\nuvicorn.Server(uvicorn.Config(f))",
+    "import os\nos.execvp('true', ['true'])",
+    "import os\nos.posix_spawn('true', ['true'], {})",
+    "def f():\n    import grpc\n    with grpc.insecure_channel('host'):\n        pass",
+    "from grpc import aio\naio.secure_channel('host', None)",
 ]
 
 
@@ -97,6 +115,12 @@ def test_threads_processes_sockets_and_frames_are_made_in_one_folder(tmp_path: P
     assert re.search(
         r"lit_async_rl/some\.py:\d: runtime: use lit_async_rl\.runtime, not [\w.]+\(\.\.\.\), or give", found
     )
+
+
+def test_a_loop_has_threads_of_its_own(package: Path) -> None:
+    code = "import asyncio\nasync def f(loop):\n    await asyncio.to_thread(f)\n    await loop.run_in_executor(None, f)"
+    (package.rename(package.with_name("lit_async_rl")) / "sample.py").write_text(code)
+    assert lint_style.problems([package.with_name("lit_async_rl")]) == []
 
 
 def test_a_reason_that_holds_no_longer_is_a_problem(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from lit_async_rl.agents.held import Held
 from lit_async_rl.agents.strict_json import MAX_DEPTH, checked_json, is_too_deep, read_object
 from lit_async_rl.problem import Prompt
 from lit_async_rl.rewards.calls import Reward, check_reward, score
 from lit_async_rl.rewards.forms import as_reward_function
 from lit_async_rl.rewards.functions import exact_match
 from lit_async_rl.rewards.scorer import Awaiter
+from lit_async_rl.runtime.shared_context import SharedContext
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.identity import file_contents
 from lit_async_rl.utils.secrets import variable
@@ -227,7 +227,7 @@ class McpAgent:
         self.per_episode = per_episode
         self.timeout_s = timeout_s
         self._awaiter = Awaiter(timeout_s, self.reward)
-        self._server = Held(self._tools().name, self._tools, START_LIMITS * timeout_s)
+        self._server = SharedContext(self._tools().name, self._tools, START_LIMITS * timeout_s)
 
     def identified_by(self) -> dict[str, Any]:
         """Contents of the server's files, which affect rewards like arguments; see `reward_identity`."""

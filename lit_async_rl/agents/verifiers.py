@@ -17,10 +17,10 @@ from typing import Any
 
 from lit_async_rl.agents.calls import AgentCallError, CallSampling, Reply
 from lit_async_rl.agents.episode import AgentEpisode
-from lit_async_rl.agents.held import Held
 from lit_async_rl.agents.results import AgentResult
 from lit_async_rl.problem import Prompt
 from lit_async_rl.prompts.sources import PromptSource
+from lit_async_rl.runtime.shared_context import SharedContext
 from lit_async_rl.utils.checks import check_range
 
 MISSING = 'tasks of verifiers need the package verifiers: pip install "lit-async-rl[verifiers]"'
@@ -138,7 +138,7 @@ class VerifiersAgent:
         if not (env.get("taskset") or {}).get("id"):
             raise ValueError("VerifiersAgent.env must name a taskset: {taskset: {id: my_taskset}}")
         self.env = dict(env)
-        self._services = Held("the services of verifiers", self._serve, START_TIMEOUT_S)
+        self._services = SharedContext("the services of verifiers", self._serve, START_TIMEOUT_S)
 
     async def astart(self) -> None:
         """Starts the services that all episodes share.

@@ -82,53 +82,7 @@ def collate_step(
         ValueError: a rollout has branches, and a setting of the objective needs one row (`needs_single_rows`, with the
             remedy), or `advantage` does not give a value for each token.
     """
-    whole = sorted(groups, key=lambda group: group.index)
-    advantages = advantage.per_token(whole)  # tokens beyond a budget do not train, but count in lengths and baselines
-    groups = aggregation.select(whole)
-    num_policy_tokens = iter([rollout.num_policy_tokens for group in whole for rollout in group.rollouts])
-    of_rollouts = aggregation.of_step(groups)
-    if len(of_rollouts) != (number := sum(len(group.rollouts) for group in groups)):
-        raise ValueError(
-            f"data.aggregation={type(aggregation).__name__} must return one weight for each rollout: the step has "
-            f"{number} rollouts, but {len(of_rollouts)} weights were returned"
-        )
-    weights = iter(of_rollouts)
-    for group, rows in zip(groups, advantages, strict=True):
-        for rollout, values in zip(group.rollouts, rows, strict=True):
-            if rollout.branches and needs_single_rows:
-                raise ValueError(
-                    "a conversation of this agent has branches, so its rollout has several rows (training sequences). "
-                    "Use an agent whose conversations have no branches, or change the setting that needs rollouts of "
-                    f"one row: {needs_single_rows}"
-                )
-            if len(values) != rollout.num_tokens:
-                raise ValueError(
-                    f"data.advantage={type(advantage).__name__}: per_token must return one advantage for each token "
-                    f"of a rollout and its branches: a rollout has {rollout.num_tokens} tokens, but {len(values)} "
-                    "advantages were returned"
-                )
-    units = [  # the rows of each rollout of each group
-        [
-            [
-                _Row(
-                    group.prompt_ids if row.prompt_ids is None else row.prompt_ids,
-                    row,
-                    reward=rollout.reward if row is rollout else math.nan,
-                    num_policy_tokens=length,
-                    advantages=[value * row.credit for value in islice(values, len(row.token_ids))],
-                    token_weight=token_weight,
-                    group_index=group.index,
-                    rollout_index=(position, number),
-                    max_staleness=group.max_staleness,
-                )
-                for row in rollout.rows
-            ]
-            for number, (rollout, values, token_weight, length) in enumerate(
-                zip(group.rollouts, map(iter, rows), weights, num_policy_tokens, strict=False)
-            )
-        ]
-        for position, (group, rows) in enumerate(zip(groups, advantages, strict=True))
-    ]
+    units = _units(groups, advantage=advantage, aggregation=aggregation, needs_single_rows=needs_single_rows)
     rollouts = [row.rollout for group in units for rows in group for row in rows]
     head_width = _head_width(rollouts)
     experts_shape = _experts_shape(rollouts)
@@ -156,6 +110,63 @@ def collate_step(
         parts = parts if reason else [part.rows for part in trees]
     batches = [pad(part).replace(as_rows=reason) for part in parts]
     return batches if source_of is None else _with_sources(batches, groups, source_of)
+
+
+def _units(
+    groups: Sequence[RolloutGroup],
+    *,
+    advantage: AdvantageEstimator,
+    aggregation: Aggregation,
+    needs_single_rows: str,
+) -> list[list[list[_Row]]]:
+    """The rows of each rollout of each group, sorted by admission; raises as `collate_step`."""
+    whole = sorted(groups, key=lambda group: group.index)
+    advantages = advantage.per_token(whole)  # tokens beyond a budget do not train, but count in lengths and baselines
+    groups = aggregation.select(whole)
+    num_policy_tokens = iter([rollout.num_policy_tokens for group in whole for rollout in group.rollouts])
+    of_rollouts = aggregation.of_step(groups)
+    if len(of_rollouts) != (number := sum(len(group.rollouts) for group in groups)):
+        raise ValueError(
+            f"data.aggregation={type(aggregation).__name__} must return one weight for each rollout: the step has "
+            f"{number} rollouts, but {len(of_rollouts)} weights were returned"
+        )
+    weights = iter(of_rollouts)
+    for group, rows in zip(groups, advantages, strict=True):
+        for rollout, values in zip(group.rollouts, rows, strict=True):
+            if rollout.branches and needs_single_rows:
+                raise ValueError(
+                    "a conversation of this agent has branches, so its rollout has several rows (training sequences). "
+                    "Use an agent whose conversations have no branches, or change the setting that needs rollouts of "
+                    f"one row: {needs_single_rows}"
+                )
+            if len(values) != rollout.num_tokens:
+                raise ValueError(
+                    f"data.advantage={type(advantage).__name__}: per_token must return one advantage for each token "
+                    f"of a rollout and its branches: a rollout has {rollout.num_tokens} tokens, but {len(values)} "
+                    "advantages were returned"
+                )
+    return [
+        [
+            [
+                _Row(
+                    group.prompt_ids if row.prompt_ids is None else row.prompt_ids,
+                    row,
+                    reward=rollout.reward if row is rollout else math.nan,
+                    num_policy_tokens=length,
+                    advantages=[value * row.credit for value in islice(values, len(row.token_ids))],
+                    token_weight=token_weight,
+                    group_index=group.index,
+                    rollout_index=(position, number),
+                    max_staleness=group.max_staleness,
+                )
+                for row in rollout.rows
+            ]
+            for number, (rollout, values, token_weight, length) in enumerate(
+                zip(group.rollouts, map(iter, rows), weights, num_policy_tokens, strict=False)
+            )
+        ]
+        for position, (group, rows) in enumerate(zip(groups, advantages, strict=True))
+    ]
 
 
 def _why_rows(parts: Sequence[TreePart[_Row]], separate: Sequence[Sequence[_Row]], costs: TreeCosts) -> str:

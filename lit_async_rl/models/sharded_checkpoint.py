@@ -6,7 +6,6 @@ temporary name, gets a manifest (size and XXH3 digest of each file), and replace
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
 import json
@@ -26,7 +25,7 @@ from torch.distributed import all_gather_object, get_rank, get_world_size
 from torch.distributed.checkpoint import CheckpointException, filesystem, metadata
 
 from lit_async_rl.runtime.checkpoint_files import CHUNK_BYTES, OF_POLICY, check_content, read_safely
-from lit_async_rl.runtime.files import absolute, part_name, remove_stale_parts
+from lit_async_rl.runtime.files import absolute, move_into_place, part_name, remove_stale_parts
 
 MANIFEST = "manifest.json"
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class WholeFolders:
         super().save_checkpoint(checkpoint, part, storage_options)  # type: ignore[misc]
         write_manifest(part)  # a collective: after it all files are there
         if strategy.is_global_zero:
-            _replace_folder(part, path)
+            move_into_place(part, path)
         strategy.barrier("sharded checkpoint: renamed")  # no rank may go on, and report a checkpoint that is not there
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -97,21 +96,6 @@ def nothing_executed() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _replace_folder(part: Path, path: Path) -> None:
-    """Renames `part` to `path`; after a crash between the two renames, `remove_stale_parts` completes it."""
-    old = part.with_suffix(".old.part")
-    if path.is_dir() and not path.is_symlink():
-        path.rename(old)
-    elif path.exists() or path.is_symlink():
-        path.unlink()
-    part.rename(path)
-    handle = os.open(path.parent, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # some file systems cannot synchronise folders
-        os.fsync(handle)  # the renames must be on disk before the old checkpoint is removed
-    os.close(handle)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_manifest(folder: Path) -> None:

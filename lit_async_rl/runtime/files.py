@@ -233,8 +233,7 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())  # before the rename: a power loss could leave an empty file under the final name
-        _move_into_place(part, target)
-        sync_folder(target.parent)
+        move_into_place(part, target)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -259,7 +258,7 @@ def duplicate(source: Path, target: Path, link: bool) -> None:
             shutil.copytree(source, part, copy_function=copy)
         else:
             copy(source, part)
-        _move_into_place(part, target)
+        move_into_place(part, target)
     finally:  # the part remains after an error, and if it and the target link the same file: rename(2) does nothing
         if part.is_dir():
             shutil.rmtree(part)
@@ -273,17 +272,20 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
-def _move_into_place(part: Path, target: Path) -> None:
-    """Renames onto a file or folder: a resumed run may save sharded where it saved one file before."""
-    if part.is_dir() and target.is_file():
-        target.unlink()
-    if not target.is_dir() or target.is_symlink():
-        part.replace(target)
-        return
-    old = part.with_suffix(".old.part")  # recovered after a crash by `remove_stale_parts`
-    target.rename(old)
-    part.rename(target)
-    shutil.rmtree(old)
+def move_into_place(part: Path, target: Path) -> None:
+    """Renames a finished file or folder to `target`, where it replaces a file, link or folder.
+
+    After a crash between the two renames of a folder, `remove_stale_parts` completes them.
+    """
+    old = part.with_suffix(".old.part")
+    if target.is_dir() and not target.is_symlink():
+        target.rename(old)
+    elif part.is_dir():  # a resumed run may save sharded where it saved one file before
+        target.unlink(missing_ok=True)
+    part.replace(target)
+    with contextlib.suppress(OSError):  # some file systems cannot synchronise folders
+        sync_folder(target.parent)  # the renames must be on disk before the old folder is removed
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

@@ -250,7 +250,6 @@ class Child:
 
     Attributes:
         name: as given.
-        socket: of the connection, for an event loop, in place of `ask` and `listen`.
     """
 
     def __init__(
@@ -264,7 +263,7 @@ class Child:
         cwd: str | os.PathLike[str] | None = None,
     ) -> None:
         self.name = name
-        self.socket, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
         with theirs:
             process = start_process(
                 lambda: subprocess.Popen(
@@ -277,7 +276,7 @@ class Child:
                 )
             )
         self._process = process
-        self._channel = Channel(self.socket, max_bytes, has_ended=lambda: _status(process) is not None)
+        self._channel = Channel(self._socket, max_bytes, has_ended=lambda: _status(process) is not None)
         self._is_guarded = is_guarded
         self._numbers = itertools.count(1)
         self._finalizer = weakref.finalize(self, _end, process, self._channel, os.getpid(), is_guarded, 0.0)
@@ -320,6 +319,12 @@ class Child:
     def listen(self, take: Callable[[Message | None], None], thread: str) -> None:
         """Starts a thread of this name that passes each message to `take`, and None after the last."""
         start_thread(_listen, self._channel, take, name=thread)
+
+    async def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The connection in the running event loop, in place of `ask` and `listen`."""
+        import asyncio  # here, because most programs that import this module have no event loop
+
+        return await asyncio.open_connection(sock=self._socket)
 
     def status(self, timeout_s: float = 0.0) -> int | None:
         """Exit status, or the negative number of the signal that ended it; None if it runs after so many seconds."""

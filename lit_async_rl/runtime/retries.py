@@ -1,6 +1,8 @@
 """Time limits and retries of calls to rewards and environments.
 
-Only the caller retries (`Scorer`, `EpisodeEngine`), never the called code, so that tries do not multiply.
+One caller tries each call again, so that tries do not multiply: `Scorer` one of a reward, `MultiRequestEngine` an
+episode of an environment or agent. A judge's `Endpoint` repeats its own questions, in view of how all of them fare, and
+ends with an error that `Scorer` does not retry.
 """
 
 from __future__ import annotations

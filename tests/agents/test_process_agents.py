@@ -186,7 +186,7 @@ def test_a_process_outlives_the_thread_that_started_it_and_one_that_has_ended_fa
             shared.leave()
 
     async def noticed():
-        while not (await agent._places[0].held.get()).has_ended:
+        while not (await agent._places[0].shared.get()).has_ended:
             await asyncio.sleep(0.01)
 
     first = int(in_a_thread(agent(PROMPT, client)).reward)

@@ -180,7 +180,7 @@ def reason_of_the_end(said: bytes) -> str:
 
     async def play():
         child = Child(["sh", "-c", "exec cat >&0"], name="agent")  # says what it is told
-        replies, messages = await asyncio.open_connection(sock=child.socket)
+        replies, messages = await child.streams()
         worker = _Worker("agent", child, replies, messages=messages)
         worker._waiting[1] = asyncio.get_running_loop().create_future()
         messages.write(said)

@@ -755,7 +755,7 @@ OWN: dict[str, tuple[str, Own]] = {
 }
 NOT_HERE = {
     "lm_eval/<task>/<metric>": "lm-eval's own numbers; tests/lab/test_lm_eval_validation.py",
-    "perf/replicas": "no replicas here; tests/ray",
+    "perf/replicas": "no replicas here; tests/with_ray",
     "sample/dropped_token_share": "tests/rollouts/test_dropped_tokens.py accounts for every token",
     "policy/teacher_divergence": "no teacher here; computed token by token in tests/training/test_distillation.py",
     "reward/part/<name>": "the rewards of these runs have no parts; tests/rewards/test_combined.py",

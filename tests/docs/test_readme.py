@@ -192,6 +192,20 @@ def test_words_are_counted_without_code_addresses_and_bars():
     assert word_counts.num_words(page) == 5
 
 
+def test_lines_of_code_are_counted_without_blank_lines_comments_and_docstrings():
+    code = '"""One.\n\nMore."""\n\n# no\ndef f():  # yes\n    """One."""\n    return """\n# text\n\n"""\n\nf(\n    # no\n)\n'
+    assert word_counts.lines_of_code(code) == 6
+
+
+@pytest.mark.slow
+def test_the_size_of_the_package_has_the_names_of_its_longest_parts():
+    size = word_counts.size_of_package()
+    files, lines, of_file, of_function = size.values()
+    assert of_function < of_file < lines
+    assert files < lines
+    assert sum("lit_async_rl/" in name for name in size) == 2
+
+
 def test_words_of_the_field_are_explained_before_they_are_used():
     prose = " ".join(FENCE.sub("", TEXT).split())
     for word, explanation in EXPLAINED.items():

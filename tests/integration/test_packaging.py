@@ -44,6 +44,14 @@ def test_the_version_stands_in_one_place():
     assert f"## {lit_async_rl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_no_folder_of_tests_stands_in_for_a_package():
+    """They are on the path, so that one named `ray` would be found where Ray is not installed."""
+    required = re.findall(r'"([\w-]+)(?:\[[^]]*])?[<>=]', (ROOT / "pyproject.toml").read_text())
+    assert {"torch", "ray", "vllm"} <= set(required)
+    folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py"))}
+    assert not folders & {name.replace("-", "_") for name in required}
+
+
 @pytest.mark.slow
 def test_distributions_hold_types_licence_stubs_and_tests(tmp_path):
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]

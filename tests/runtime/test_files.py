@@ -20,13 +20,16 @@ def made(path, kind, text):
     if kind == "file":
         path.write_text(text)
         return
+    if kind == "link":
+        path.symlink_to("nowhere")
+        return
     (path / "inner").mkdir(parents=True)
     for name in ("__0_0.distcp", ".metadata", "inner/more"):
         (path / name).write_text(text + name)
 
 
 @pytest.mark.parametrize("link", [True, False])
-@pytest.mark.parametrize("before", [None, "file", "folder"])
+@pytest.mark.parametrize("before", [None, "file", "folder", "link"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_it_takes_the_place_of_what_was_there_and_outlives_the_original(tmp_path, kind, before, link):
     source, target = tmp_path / "step=3.ckpt", tmp_path / "healthy.ckpt"

@@ -25,10 +25,10 @@ from lit_async_rl.agents.endpoint.clients import EndpointClients
 from lit_async_rl.agents.endpoint.command import CONCEALED
 from lit_async_rl.agents.endpoint.player import MAX_ERROR_CHARS
 from lit_async_rl.agents.engine import Agent, agent_name, load_agent
-from lit_async_rl.agents.held import Held
 from lit_async_rl.agents.results import AgentResult, stated_result
 from lit_async_rl.problem import Prompt
 from lit_async_rl.runtime.process import Child, InvalidMessage, end_reason, packed, receive_from
+from lit_async_rl.runtime.shared_context import SharedContext
 from lit_async_rl.utils.checks import check_range
 from lit_async_rl.utils.elsewhere import RemoteProxy
 
@@ -98,14 +98,14 @@ class ProcessAgent(RemoteProxy):
         place = min(self._places, key=lambda one: one.num_running)
         place.num_running += 1
         try:
-            worker = await place.held.get()
+            worker = await place.shared.get()
             if worker.has_ended:  # since the last episode: no reason for this one to fail
-                await place.held.discard(worker)
-                worker = await place.held.get()
+                await place.shared.discard(worker)
+                worker = await place.shared.get()
             try:
                 return await worker.play(prompt, address_of(client))
             except AgentProcessEnded:
-                await place.held.discard(worker)
+                await place.shared.discard(worker)
                 raise
         finally:
             place.num_running -= 1
@@ -117,11 +117,11 @@ class ProcessAgent(RemoteProxy):
             ProcessAgentError: the agent cannot be made there.
             StalledError: it takes too long.
         """
-        await asyncio.gather(*(place.held.start() for place in self._places))
+        await asyncio.gather(*(place.shared.start() for place in self._places))
 
     async def aclose(self) -> None:
         """Ends the processes; a later episode starts others."""
-        await asyncio.gather(*(place.held.close() for place in self._places))
+        await asyncio.gather(*(place.shared.close() for place in self._places))
 
 
 def _pickled(agent: Agent) -> bytes:
@@ -142,14 +142,14 @@ class _Place:
 
     def __init__(self, name: str, agent: bytes) -> None:
         self.num_running = 0
-        self.held = Held(f"the process of agent {name}", lambda: _started(name, agent), START_TIMEOUT_S)
+        self.shared = SharedContext(f"the process of agent {name}", lambda: _started(name, agent), START_TIMEOUT_S)
 
 
 @contextlib.asynccontextmanager
 async def _started(name: str, agent: bytes) -> AsyncIterator[_Worker]:
     """A process that has imported the agent; killed at the end."""
     child = Child([sys.executable, "-m", _PLAYER], name=f"agent {name}", is_guarded=True)
-    worker = _Worker(name, child, *await asyncio.open_connection(sock=child.socket))
+    worker = _Worker(name, child, *await child.streams())
     try:
         await worker.start(agent)
         yield worker

@@ -5,9 +5,9 @@ separate task enters and leaves it.
 
 | who | waits for | woken by |
 |---|---|---|
-| `Held.get` | the context manager to be entered, at most `start_timeout_s` | the holding task |
+| `SharedContext.get` | the context manager to be entered, at most `start_timeout_s` | the holding task |
 | the holding task | `close` | the event of its use |
-| `Held.close` | the context manager to be left, at most `CLOSE_TIMEOUT_S` | the holding task |
+| `SharedContext.close` | the context manager to be left, at most `CLOSE_TIMEOUT_S` | the holding task |
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Use(Generic[T]):
     value: T | None = None
 
 
-class Held(Generic[T]):
+class SharedContext(Generic[T]):
     """Enters a context manager at its first use, and leaves it at the end of a run. Used by one event loop.
 
     An agent calls `start` in its `astart`, `close` in its `aclose`, and `get` in each episode.
