@@ -273,14 +273,14 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def move_into_place(part: Path, target: Path) -> None:
-    """Renames a finished file or folder to `target`, where it replaces a file, link or folder.
+    """Renames a finished file, link or folder to `target`, where it replaces a file, link or folder.
 
     After a crash between the two renames of a folder, `remove_stale_parts` completes them.
     """
     old = part.with_suffix(".old.part")
     if target.is_dir() and not target.is_symlink():
         target.rename(old)
-    elif part.is_dir():  # a resumed run may save sharded where it saved one file before
+    elif part.is_dir() and not part.is_symlink():  # a resumed run may save sharded where it saved one file before
         target.unlink(missing_ok=True)
     part.replace(target)
     with contextlib.suppress(OSError):  # some file systems cannot synchronise folders

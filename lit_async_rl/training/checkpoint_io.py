@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 import os
-import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -23,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_async_rl.models.sharded_checkpoint import check_folder
 from lit_async_rl.runtime.checkpoint_files import DigestWriter, check_file, read_in_thread
-from lit_async_rl.runtime.files import absolute, is_disk_full, part_name, remove_stale_parts, replacing
+from lit_async_rl.runtime.files import absolute, is_disk_full, move_into_place, part_name, remove_stale_parts, replacing
 from lit_async_rl.runtime.threads import OrderedTasks
 from lit_async_rl.utils.device_memory import StagedCopies, host_copy, staged_copies
 
@@ -299,9 +298,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             part = part_name(link)
             part.unlink(missing_ok=True)
             part.symlink_to(os.path.relpath(target, link.parent))
-            if link.is_dir() and not link.is_symlink():  # a folder of shards, which a link cannot replace
-                shutil.rmtree(link)
-            part.replace(link)
+            move_into_place(part, link)
         waiting = self._waiting_for_link
         self._waiting_for_link = set()
         for path in waiting:

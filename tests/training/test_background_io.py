@@ -187,3 +187,25 @@ def test_a_link_takes_the_place_of_a_folder_of_shards(tmp_path):
     io.teardown()
     assert last.is_symlink()
     assert last.resolve() == new
+
+
+def test_a_kill_while_a_link_replaces_a_folder_of_shards_keeps_one_of_both(tmp_path, monkeypatch):
+    saved, last = tmp_path / "epoch=0-step=2.ckpt", tmp_path / "last.ckpt"
+    saved.touch()
+    last.mkdir()
+    (last / "manifest.json").write_text('{"format": 1}')
+    io = BackgroundCheckpointIO()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            io._link(saved, last)
+    (kept,) = tmp_path.glob(".last.ckpt.*.old.part")  # what `remove_stale_parts` brings back
+    assert (kept / "manifest.json").is_file()
+    io._link(saved, last)
+    assert last.is_symlink()
+    assert last.resolve() == saved
+    assert sorted(tmp_path.iterdir()) == [saved, last]
