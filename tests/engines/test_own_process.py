@@ -46,9 +46,8 @@ def endless(seed=0):
     return lm
 
 
-@pytest.mark.parametrize(
-    ("make", "in_flight"), [(tiny_llama, False), pytest.param(tiny_qwen3_moe, True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("make", "in_flight"), [(tiny_llama, False), (tiny_qwen3_moe, True)])
+@pytest.mark.slow
 def test_its_samples_are_those_of_an_engine_in_this_process(make, in_flight, tmp_path):
     lm = make()
     sampling = dict(head=3, experts=make is tiny_qwen3_moe, top_p=0.9, stop_token_ids=(5,))

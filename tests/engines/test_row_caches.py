@@ -89,9 +89,8 @@ class Watch(Callback):
         self.accuracies.append(float(trainer.callback_metrics["val/pass@1"]))
 
 
-@pytest.mark.parametrize(
-    ("name", "own_process"), [("lfm2", False), pytest.param("qwen3_next", True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "own_process"), [("lfm2", False), ("qwen3_next", True)])
+@pytest.mark.slow
 def test_a_run_with_the_default_callbacks(name, own_process, tmp_path, monkeypatch):
     """Asynchronous, two micro-batches, validation; the engine's check compares its samples with the trainer's."""
     monkeypatch.chdir(tmp_path)

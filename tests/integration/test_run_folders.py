@@ -151,7 +151,8 @@ def test_a_resumed_run_has_every_evaluation_once(tmp_path):
     assert sorted(rows(tmp_path / "version_0" / "metrics.csv", "eval/pass@1")) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("logger", [pytest.param("wandb", marks=pytest.mark.slow), "tensorboard"])
+@pytest.mark.parametrize("logger", ["wandb", "tensorboard"])
+@pytest.mark.slow
 def test_with_any_logger_all_lies_in_one_folder(logger, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for version in range(2):

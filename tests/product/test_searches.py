@@ -25,6 +25,7 @@ def test_the_search_with_optuna_tries_rates_and_keeps_the_best(monkeypatch, tmp_
         assert sorted(trial.intermediate_values) == [2, 4, 6][: len(trial.intermediate_values)]
 
 
+@pytest.mark.slow
 def test_the_command_that_a_sweep_of_wandb_makes_is_a_run_with_its_values(monkeypatch, capsys):
     utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
     monkeypatch.chdir(ROOT)

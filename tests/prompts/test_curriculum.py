@@ -54,6 +54,7 @@ def test_pass_rates_follow_the_newest_groups_and_survive_a_checkpoint():
     assert len(other) == 1
 
 
+@pytest.mark.slow
 def test_a_curriculum_is_repeated_to_the_bit_also_over_a_resume(tmp_path):
     def run(callbacks=None, **trainer):
         curriculum = Learnability(floor=0.05)

@@ -394,6 +394,7 @@ class Failing(rl.Teacher):
         return opened
 
 
+@pytest.mark.slow
 def test_a_teacher_that_fails_within_a_step_loses_nothing(tmp_path):
     """In the second of two micro-batches; the step is done again by a run that goes on to the bit."""
 
@@ -422,6 +423,7 @@ def test_a_teacher_that_fails_within_a_step_loses_nothing(tmp_path):
     assert torch.equal(trained(ckpt_path=str(tmp_path / "failed.ckpt")), whole)
 
 
+@pytest.mark.slow
 def test_fit_needs_no_reward_and_says_nothing_of_missing_signal(tmp_path, capsys, caplog, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = rl.fit(

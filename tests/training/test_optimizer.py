@@ -81,6 +81,7 @@ def test_a_frozen_model_in_float16_trains_with_a_loss_scaler():
     assert all(p.isfinite().all() for p in weights)
 
 
+@pytest.mark.slow
 def test_products_in_float16_move_weights_as_those_in_float32_do():
     """The remedy that the refusal names."""
     runs = [dict(plugins=[scaled()]), {}]

@@ -18,7 +18,10 @@ from lit_async_rl.tasks import SortDigits
 from lit_async_rl.training.trackers import CSVLog
 
 
-@pytest.mark.parametrize(("log_every_n_steps", "micro_batches"), [(1, 2), (3, 1), (50, 2)])
+@pytest.mark.parametrize(
+    ("log_every_n_steps", "micro_batches"),
+    [(3, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(50, 2, marks=pytest.mark.slow)],
+)
 def test_what_belongs_to_a_step_is_at_the_same_step(log_every_n_steps, micro_batches, tmp_path):
     held_out = SortDigits(8, size=4, split="held_out")
     data = make_data(val_prompts=held_out, micro_batches_per_step=micro_batches, groups_per_step=2)

@@ -155,6 +155,7 @@ def test_an_edit_makes_others_of_the_rewards_whose_numbers_it_may_change_and_of_
         assert {name for name, one in identities(old, new).items() if one != before[name]} == names, old
 
 
+@pytest.mark.slow
 def test_they_are_the_same_in_another_process(identities, tmp_path):
     before = identities()
     code = "from edited_rewards import MADE; from lit_async_rl.utils.identity import reward_identity as of; "
