@@ -113,7 +113,7 @@ def decision() -> str:
     rows = [
         [f"{language_model}, [easier task](#a-language-model)", "4 or 16 versions old", "VCPO with `SCORE` norms",
          f"lag 4: {arithmetic('vcpo_score', 4)}; lag 16: {arithmetic('vcpo_score', 16)}, "
-         f"token TIS {arithmetic('token_tis', 16, 0.3)}"],
+         f"PPO-clip {arithmetic('ppo_clip', 16)}, token TIS {arithmetic('token_tis', 16, 0.3)}"],
         [language_model, "16 versions old",
          "a lower bound; if it must be 16, token TIS at a third of the learning rate",
          f"token TIS {model('token_tis', 16)}; VCPO {model('vcpo', 16)}; "
