@@ -92,8 +92,7 @@ def fit(
 ) -> Trainer:
     """Trains a language model and prints a summary.
 
-    Ctrl-C, SIGTERM and SIGHUP save `last.ckpt` and say how to resume. No other process can use the run's folder
-    meanwhile.
+    Ctrl-C, SIGTERM and SIGHUP save `last.ckpt` and say how to resume. Meanwhile the run's folder is locked.
 
     Example:
         ```python
@@ -108,8 +107,7 @@ def fit(
         ```
 
     Args:
-        model: Hugging Face name or folder, a `transformers.PreTrainedModel` (which is written to the run's folder, not
-            trained in place), or a `PolicyModule`.
+        model: Hugging Face name or folder, a `PolicyModule`, or a `PreTrainedModel`, of which a copy is trained.
         prompts: list of texts or dictionaries, `datasets.Dataset`, path of a file, name of a dataset, or source; see
             `InMemoryPrompts` and `lit_async_rl.prompts.sources.source_class`.
         reward: `reward(prompt, completion) -> float`, plain or `async`. Needed unless an environment scores, or a
@@ -145,13 +143,7 @@ def fit(
         is_module = isinstance(model, PolicyModule)
         _check_names(settings, is_module)
         check_model(model, tokenizer)
-        own = as_groups(dict(settings))
-        distillation = own.get("distillation")
-        if isinstance(distillation, Distillation) and not distillation.with_reward:
-            recipe = None  # its parts weigh rewards
-            if reward is None and not getattr(own.get("engine"), "scores", False):
-                reward = no_reward
-        own, chosen = _completed(own, recipe, is_module)
+        own, reward, chosen = _completed(dict(settings), reward, recipe, is_module)
         if cluster is not None:
             cluster.check()
         ckpt_path = _checked_path(ckpt_path)
@@ -169,12 +161,7 @@ def fit(
             chosen=chosen,
         )
         if cluster is not None and cluster.places_ranks:
-            if tokenizer is not None or isinstance(model, PreTrainedModel):
-                raise ValueError(
-                    "model: an in-memory model or tokenizer cannot be used if `cluster` starts the ranks in other "
-                    "processes: pass the model's name or folder"
-                )
-            return _fit_in_ranks(given, cluster)
+            return _fit_in_ranks(given, cluster, tokenizer)
         with nullcontext() if cluster is None else cluster.actors_connected():
             return _fit_here(given, tokenizer=tokenizer, folder=folder)
     except Exception as error:
@@ -184,13 +171,22 @@ def fit(
         raise error.with_traceback(user_traceback(error)) from None
 
 
-def _completed(own: dict[str, Any], recipe: str | None, is_module: bool) -> tuple[dict[str, Any], str]:
-    """Settings with those of the recipe and the rate that fits them, unless the module has its own, and why."""
+def _completed(
+    settings: dict[str, Any], reward: Reward | None, recipe: str | None, is_module: bool
+) -> tuple[dict[str, Any], Reward | None, str]:
+    """Settings with those of the recipe, unless a module is given; the reward; and the line about the chosen rate."""
+    own = as_groups(settings)
+    distillation = own.get("distillation")
+    if isinstance(distillation, Distillation) and not distillation.with_reward:
+        recipe = None  # its parts weigh rewards
+        if reward is None and not getattr(own.get("engine"), "scores", False):
+            reward = no_reward
     if not is_module:
         own = with_recipe(recipe, own)
     of_module = {name: value for name, value in own.items() if name in MODULE_SETTINGS}
     check_kinds("model", PolicyModule.__init__, module_defaults() | of_module)
-    return (own, "") if is_module else with_rate(own)
+    own, chosen = (own, "") if is_module else with_rate(own)
+    return own, reward, chosen
 
 
 def _checked_path(ckpt_path: Any) -> str | None:
@@ -340,8 +336,13 @@ def _label_wandb_runs(trainer: pl.Trainer, sections: Mapping[str, Mapping[str, A
             label_run(logger, name, settings={**held, "objects": described}, tags=tags)
 
 
-def _fit_in_ranks(given: Given, cluster: Cluster) -> Trainer:
+def _fit_in_ranks(given: Given, cluster: Cluster, tokenizer: Any) -> Trainer:
     """Trains in processes that the cluster places; the Trainer here gets what they end with."""
+    if tokenizer is not None or isinstance(given.model, PreTrainedModel):
+        raise ValueError(
+            "model: an in-memory model or tokenizer cannot be used if `cluster` starts the ranks in other processes: "
+            "pass the model's name or folder"
+        )
     name = given.model.model if isinstance(given.model, PolicyModule) else str(given.model)
     loading.load_config(name)  # a wrong path is said before Ray and the ranks start
     with CtrlC():
