@@ -33,7 +33,7 @@ from lit_async_rl.api.ranks import TellFolder, load_trained, metrics_of, placed_
 from lit_async_rl.api.resume_check import check_resume
 from lit_async_rl.api.run_config import SaveSettings, as_config, comparable
 from lit_async_rl.api.run_folders import gather_loggers, run_folders
-from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build
+from lit_async_rl.api.trainer import CONFIGS, TRAINER_SETTINGS, Trainer, build, changed_defaults
 from lit_async_rl.callbacks import RunSummary, SaveOnSigterm
 from lit_async_rl.callbacks.parts import callbacks_of, run_folder
 from lit_async_rl.callbacks.run.save_on_sigterm import signal_status
@@ -92,7 +92,8 @@ def fit(
 ) -> Trainer:
     """Trains a language model and prints a summary.
 
-    Ctrl-C, SIGTERM and SIGHUP save `last.ckpt` and say how to resume. Meanwhile the run's folder is locked.
+    Ctrl-C, SIGTERM and SIGHUP save `last.ckpt` and say how to resume. No other process can use the run's folder
+    meanwhile.
 
     Example:
         ```python
@@ -107,7 +108,8 @@ def fit(
         ```
 
     Args:
-        model: Hugging Face name or folder, a `PolicyModule`, or a `PreTrainedModel`, of which a copy is trained.
+        model: Hugging Face name or folder, a `transformers.PreTrainedModel` (which is written to the run's folder, not
+            trained in place), or a `PolicyModule`.
         prompts: list of texts or dictionaries, `datasets.Dataset`, path of a file, name of a dataset, or source; see
             `InMemoryPrompts` and `lit_async_rl.prompts.sources.source_class`.
         reward: `reward(prompt, completion) -> float`, plain or `async`. Needed unless an environment scores, or a
@@ -318,7 +320,7 @@ def _sections(given: Given) -> dict[str, dict[str, Any]]:
     sections = {
         "model": dict(own),
         "data": {"prompts": given.prompts, "reward": given.reward, **given.of(DATA_SETTINGS)},
-        "defaults": dict(trainer_settings.get("defaults") or {}),
+        "defaults": dict(changed_defaults(trainer_settings.get("defaults"))),
         "trainer": _as_saved(given.max_steps, trainer_settings),
     }
     if given.cluster is not None:
@@ -498,10 +500,7 @@ def with_recipe(recipe: str | None, settings: Mapping[str, Any]) -> dict[str, An
     overlay = load_config(RECIPE_FILE)
     parts = {name: build(spec) for section in ("model", "data") for name, spec in overlay.get(section, {}).items()}
     callbacks = {key: build(spec) for key, spec in overlay["defaults"].items()}
-    changed = settings.get("defaults") or {}
-    if not isinstance(changed, Mapping):
-        raise ValueError(f"defaults must be a mapping from keys to callbacks, got {changed!r:.100}")
-    return {**settings, **parts, "defaults": {**callbacks, **changed}}
+    return {**settings, **parts, "defaults": {**callbacks, **changed_defaults(settings.get("defaults"))}}
 
 
 # -- The learning rate that `fit` chooses where none is given ---------------------------------------------------------

@@ -97,7 +97,7 @@ class Trainer(pl.Trainer):
             )
         _check_limits(settings)
         rules.refuse(rules.of_callbacks(own), rules.of_limits(settings))
-        own += default_callbacks(defaults or {}, own, {**settings, "logger": logger})
+        own += default_callbacks(changed_defaults(defaults), own, {**settings, "logger": logger})
         if repeated := repeated_callback(own):
             raise ValueError(
                 f"trainer.callbacks has {repeated} twice, but a checkpoint stores only one state for it: remove one"
@@ -213,6 +213,17 @@ def full_path(name: str) -> str:
     return f"{'lit_async_rl' if name in lit_async_rl.NAMES else 'lightning.pytorch.callbacks'}.{name}"
 
 
+def changed_defaults(given: Any) -> Mapping[str, Any]:
+    """`defaults` as given; None changes none.
+
+    Raises:
+        ValueError: it is no mapping.
+    """
+    if not isinstance(given, Mapping | None):
+        raise ValueError(f"defaults must be a mapping from keys to callbacks, got {given!r:.100}")
+    return given or {}
+
+
 def default_callbacks(
     changed: Mapping[str, Callback | None], own: Sequence[Callback], settings: Mapping[str, Any]
 ) -> list[Callback]:
@@ -227,8 +238,6 @@ def default_callbacks(
     Raises:
         ValueError: there is no such key, or its value is no callback.
     """
-    if not isinstance(changed, Mapping):
-        raise ValueError(f"defaults must be a mapping from keys to callbacks, got {changed!r:.100}")
     specs = defaults_file()["defaults"]
     for key, callback in changed.items():
         if key not in specs:

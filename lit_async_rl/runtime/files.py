@@ -283,8 +283,7 @@ def move_into_place(part: Path, target: Path) -> None:
     elif part.is_dir() and not part.is_symlink():  # a resumed run may save sharded where it saved one file before
         target.unlink(missing_ok=True)
     part.replace(target)
-    with contextlib.suppress(OSError):  # some file systems cannot synchronise folders
-        sync_folder(target.parent)  # the renames must be on disk before the old folder is removed
+    sync_folder(target.parent)  # the renames must be on disk before the old folder is removed
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -347,9 +346,12 @@ def check_writable(folder: Path, what: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder to disk, so that renames in it survive a power loss."""
+    """Flushes a folder to disk, so that renames in it survive a power loss, where the file system can do that."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
         os.close(handle)

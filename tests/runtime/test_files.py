@@ -2,8 +2,10 @@
 
 import errno
 import os
+import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -88,3 +90,20 @@ except OSError as error:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "OSError", done.stderr
     assert file.read_text() == "before\n"
+
+
+@pytest.mark.parametrize(("number", "is_tolerated"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_folder_that_cannot_be_flushed_is_an_error_unless_its_file_system_never_can(
+    number, is_tolerated, tmp_path, monkeypatch
+):
+    source = tmp_path / "step=3.ckpt"
+    source.write_text("new")
+
+    def fail(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with nullcontext() if is_tolerated else pytest.raises(OSError, match=os.strerror(number)):
+        duplicate(source, tmp_path / "last.ckpt", link=False)
+    assert (tmp_path / "last.ckpt").read_text() == "new"

@@ -75,13 +75,17 @@ def test_killed_replicas_cost_no_group_and_the_engine_is_not_restarted(ray_clust
 
 
 class Freeze(pl.Callback):
-    """Stops the process of a replica after step 2 until step 10; step 6 waits for the line that names it."""
+    """Stops the process of a replica after step 2 until step 10; step 6 waits for the line that names it.
+
+    A step lasts at least half a second, of which a busy machine's own weight sync is no share worth a word.
+    """
 
     def __init__(self, caplog) -> None:
         self.caplog = caplog
         self.lines = []
 
     def on_train_batch_end(self, trainer, *args):
+        time.sleep(0.5)
         pid = trainer.datamodule.engine.pids[1]
         if trainer.global_step == 2:
             os.kill(pid, signal.SIGSTOP)
@@ -104,8 +108,7 @@ def test_while_a_replica_stands_still_the_run_goes_on_names_it_and_does_not_blam
     assert "has sent no answer for 5 s, and the run may be waiting for this replica" in freeze.lines[0]
     assert len(set(watch.trained)) == len(watch.trained) == 24
     (verdict,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("whole run: ")]
-    blamed = re.search(r"the weight sync is the bottleneck, up to .* \((\d+)%\) to gain", verdict)
-    assert blamed is None or int(blamed[1]) < 50, verdict  # a busy machine's own was 14 %
+    assert "the weight sync is the bottleneck" not in verdict
     assert engine.num_lost == 0
 
 
